@@ -19,8 +19,7 @@ from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
-from rlhf_triton.actor.policy.checkpoint import RunState
-from rlhf_triton.actor.run.checkpoints import RunCheckpoints
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
 from rlhf_triton.actor.run.metrics import ActorMetrics, Timers
@@ -54,7 +53,8 @@ class TrainingRun:
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target)
-        self.scorer = Scorer.from_config(config, client, self.policy.tokenizer)
+        with_critic, with_rewards = actor.algorithm.uses_critic, config.serves_rewards
+        self.scorer = Scorer(client, self.policy.tokenizer, with_critic=with_critic, with_rewards=with_rewards)
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader.from_config(config, self.policy.tokenizer, self.policy.vocab_size)
         held_out = actor.validation.prompts if actor.validation.size else None
@@ -62,7 +62,7 @@ class TrainingRun:
         self.inputs = StepInputs(actor.prompts.sources, reader, seed=seed)
         state = RunState(self.policy, self.shaper, self.kl, self.inputs)
         every = config.trainer.publish.every
-        self.critic = RemoteCritic(client, config.run, is_trained=actor.algorithm.uses_critic, publish_every=every)
+        self.critic = RemoteCritic(client, config.run, is_trained=with_critic, publish_every=every)
         self.checkpoints = RunCheckpoints(config, state, self.critic)
         exported = ActorMetrics(config, client.counters, lambda: self.critic.num_failed_updates)
         self.open_recorder = functools.partial(Recorder, config, state, self.critic, client.counters, exported)
@@ -137,7 +137,7 @@ class TrainingRun:
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.samples.durable()
                 await self.checkpoints.save(self.done)
-                await asyncio.to_thread(self.samples.prune, self.done)
+                await asyncio.to_thread(self.samples.prune)
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run while groups of later steps are in flight
         await self.stop.or_done(self.critic.wait_served(self.done))
         await self.validate("after", recorder)
@@ -149,7 +149,7 @@ class TrainingRun:
         timers = Timers(step)
         with timers.phase("rollout_wait"):
             rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
-        timers.include(rollout.timers)
+        timers.spans += rollout.timers.spans
         sampled = conversations_of([*rollout.groups, *rollout.dropped])
         check_failures(sampled, self.settings.rewards.max_failed_fraction)
         self.samples.add_groups(step, [*rollout.groups, *rollout.dropped])

@@ -228,6 +228,10 @@ def batch_of(tokens: Any, lengths: Any) -> PPOBatch:
         returns=zeros,
         prev_values=zeros,
         kl=None,
+        groups=torch.arange(len(lengths)),
+        versions=torch.full((len(lengths),), -1),
+        positive=torch.ones(len(lengths), dtype=torch.bool),
+        conversations=torch.arange(len(lengths)),
     )
 
 

@@ -126,7 +126,7 @@ def verify(config: RunConfig, model: LiveModel, store: WeightsStore, versions: S
     for version in versions:
         try:
             manifest = verify_alone(store, version, _loader(config, model))
-            print(f"version {version}: good, {len(manifest.tensors)} tensors, step {manifest.step}", flush=True)
+            print(f"version {version}: good, {len(manifest.files)} files, step {manifest.step}", flush=True)
         except WeightsError as error:
             bad += 1
             print(f"{error}", flush=True)

@@ -8,14 +8,21 @@ state.json contains the position in the schedule (`optimizer_step`), the setting
 of all files and of its own content.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf_triton.store import durable
-from rlhf_triton.store.sealed_folder import DIGEST, STATE_FILE, DamagedCheckpoint, read_state, saved_steps, sealed
+from rlhf_triton.store.sealed_folder import (
+    DIGEST,
+    DamagedCheckpoint,
+    read_state,
+    replace_state,
+    saved_steps,
+    set_aside,
+    write_sealed,
+)
 from rlhf_triton.trainer.critic_update import CriticUpdate
 
 KEEP_SET_ASIDE = 3  # number of newest damaged checkpoints, and of newest folders of entries that a rewind removed
@@ -63,22 +70,16 @@ class CheckpointFolder:
         """
         final = self.root / str(state.step)
         try:  # a folder cannot be replaced atomically: after a crash in between, the step would have no checkpoint
-            durable.write_json(final / STATE_FILE, self._sealed(state, self._read_state(state.step)["files"]))
-            return final
+            replace_state(final, asdict(state))
         except DamagedCheckpoint:  # also raised for a missing checkpoint
             if final.exists():
                 self.set_aside(state.step)
-
-        def fill(folder: Path) -> None:
-            files = update.trained.save(folder)
-            (folder / STATE_FILE).write_text(json.dumps(self._sealed(state, files)))
-
-        durable.write_folder(final, fill)
+            write_sealed(final, asdict(state), update.trained.save)
         return final
 
     def state(self, step: int) -> CheckpointState:
         """Return the state of the checkpoint of `step`. Raises DamagedCheckpoint if it is missing or damaged."""
-        data = self._read_state(step)
+        data = read_state(self.root / str(step))
         return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", DIGEST)})
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
@@ -98,17 +99,11 @@ class CheckpointFolder:
         """Mark an existing checkpoint, which the sidecar wrote on its own, as requested by the actor."""
         state = self.state(step)
         if not state.asked:
-            files = self._read_state(step)["files"]
-            durable.write_json(self.root / str(step) / STATE_FILE, self._sealed(replace(state, asked=True), files))
+            replace_state(self.root / str(step), asdict(replace(state, asked=True)))
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint to `damaged-<step>`, replacing an older one; return the new path."""
-        aside = self.root / f"{DAMAGED_PREFIX}{step}"
-        if aside.exists():
-            durable.remove_folder(aside)
-        (self.root / str(step)).rename(aside)
-        durable.sync_directory(self.root)
-        return aside
+        return set_aside(self.root / str(step), f"{DAMAGED_PREFIX}{step}")
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints after `step`, which a rewind has invalidated, and their steps in keep_steps.json."""
@@ -141,9 +136,6 @@ class CheckpointFolder:
             durable.remove_folder(folder)
         durable.sweep(self.root)
 
-    def _sealed(self, state: CheckpointState, files: Mapping[str, str]) -> dict[str, Any]:
-        return sealed(asdict(state), files)
-
     def _requested_steps(self) -> list[int] | None:
         return (durable.read_json(self.root / KEEP_FILE) or {}).get("steps")
 
@@ -152,6 +144,3 @@ class CheckpointFolder:
             return self.state(step).asked
         except DamagedCheckpoint:  # unknown: keep it, to be safe
             return True
-
-    def _read_state(self, step: int) -> dict[str, Any]:
-        return read_state(self.root / str(step))

@@ -2,10 +2,9 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlhf_triton.config import TrainerSection
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry
 from rlhf_triton.store.weights import WeightsStore
@@ -18,47 +17,44 @@ ARCHIVE_ENTRIES = 100  # trained steps for `critic.pretrain` of later runs, at 2
 KEEP_REQUESTED = 3  # the newest checkpoints, if critic_save does not list those still needed
 
 
+@dataclass(frozen=True, kw_only=True)
 class CriticCheckpoints:
     """Writes the checkpoints of one critic; removes old ones, and the journal entries that they replace."""
 
-    def __init__(
-        self,
-        settings: TrainerSection,
-        critic: CriticState,
-        folder: CheckpointFolder,
-        store: WeightsStore,
-        journal: Journal,
-        progress: SidecarProgress,
-    ) -> None:
-        self._settings, self._critic, self._folder = settings, critic, folder
-        self._store, self._journal, self._progress = store, journal, progress
+    every: int
+    """Number of steps between checkpoints that no client requests."""
+    critic: CriticState
+    folder: CheckpointFolder
+    store: WeightsStore
+    journal: Journal
+    progress: SidecarProgress
 
     def write_periodically(self) -> None:
-        """Write a checkpoint of the critic if its step is a multiple of `checkpoint_every`."""
-        if self._critic.step % self._settings.checkpoint_every == 0:
+        """Write a checkpoint of the critic if its step is a multiple of `every`."""
+        if self.critic.step % self.every == 0:
             self._write(asked=False)
 
     def write_last(self) -> None:
         """Write a checkpoint of the critic, unless the newest one is of the same step; step 0 needs none."""
-        if self._folder.latest() != self._critic.step and self._critic.step:
+        if self.folder.latest() != self.critic.step and self.critic.step:
             self._write(asked=False)
 
     def write_asked(self) -> None:
         """Write a checkpoint of the critic, marked as requested; step 0 needs none."""
-        if self._critic.step:
+        if self.critic.step:
             self._write(asked=True)
 
     def write_step(self, step: int) -> str | None:
         """Ensure that `step` has a checkpoint, marked as requested; return None, or the error if that is impossible."""
-        if step == self._critic.step:
+        if step == self.critic.step:
             self._write(asked=True)
-        elif step in self._folder.steps():
-            self._progress.persist("marking a checkpoint", lambda: self._folder.mark_asked(step))
+        elif step in self.folder.steps():
+            self.progress.persist("marking a checkpoint", lambda: self.folder.mark_asked(step))
         else:  # training is past `step`: go back and replay up to it, write the checkpoint, and restore the newest step
-            error = self._critic.restore(step)
+            error = self.critic.restore(step)
             if error is None:
                 self._write(asked=True)
-            self._critic.restore_newest()
+            self.critic.restore_newest()
             return error and f"step: {error}"
         return None
 
@@ -66,16 +62,16 @@ class CriticCheckpoints:
         """Remove the checkpoints up to `step` that are not in `keep_steps`, and journal entries only they need."""
 
         def keep() -> None:
-            self._folder.keep_only(keep_steps, step=step)
+            self.folder.keep_only(keep_steps, step=step)
             self._prune()
 
-        self._progress.persist("removing checkpoints", keep)
+        self.progress.persist("removing checkpoints", keep)
 
     def set_aside_after(self, rewind: Entry) -> Path:
         """Set aside the entries after `rewind.target`, remove the checkpoints after it; return the entries' folder."""
-        aside = self._progress.persist("setting steps aside", lambda: self._journal.set_aside_after(rewind))
-        self._journal.forget_aside(keep=KEEP_SET_ASIDE)
-        self._progress.persist("removing checkpoints", lambda: self._folder.drop_after(rewind.target))
+        aside = self.progress.persist("setting steps aside", lambda: self.journal.set_aside_after(rewind))
+        self.journal.forget_aside(keep=KEEP_SET_ASIDE)
+        self.progress.persist("removing checkpoints", lambda: self.folder.drop_after(rewind.target))
         return aside
 
     def lost_result(self, entry: Entry) -> Result:
@@ -84,32 +80,32 @@ class CriticCheckpoints:
         It is taken from the newest checkpoint if that has a result for the same content. Otherwise the result is an
         error, because the critic is past this step and cannot train it again.
         """
-        newest = self._folder.latest()
-        remembered = [] if newest is None else self._folder.state(newest).results
+        newest = self.folder.latest()
+        remembered = [] if newest is None else self.folder.state(newest).results
         digest = None
-        with contextlib.suppress(DamagedEntry), self._progress.working(f"reading step {entry.step}"):
-            digest = self._journal.load(entry)[1]
+        with contextlib.suppress(DamagedEntry), self.progress.working(f"reading step {entry.step}"):
+            digest = self.journal.load(entry)[1]
         known = next((Result(**data) for data in remembered if data["entry"] == entry.name), None)
         if known is not None and known.digest == digest:
             return known
         return Result(
             entry=entry.name,
-            weights_version=self._store.current() or 0,
+            weights_version=self.store.current() or 0,
             digest=digest,
             error=f"step {entry.step} was sent again after its result was lost, and the critic is at step "
-            f"{self._critic.step}: resume the actor from its checkpoint, which rewinds the critic",
+            f"{self.critic.step}: resume the actor from its checkpoint, which rewinds the critic",
         )
 
     def _write(self, *, asked: bool) -> None:
-        self._progress.renew_heartbeat("writing a checkpoint")
-        critic, trained = self._critic, self._critic.update.trained
-        results = [asdict(result) for result in self._journal.results() if result.entry.endswith(".train")]
+        self.progress.renew_heartbeat("writing a checkpoint")
+        critic, trained = self.critic, self.critic.update.trained
+        results = [asdict(result) for result in self.journal.results() if result.entry.endswith(".train")]
         state = CheckpointState(
-            run_id=self._journal.run_id,
+            run_id=self.journal.run_id,
             step=critic.step,
             optimizer_step=trained.optimizer_step,
-            version=self._store.current() or 0,
-            epoch=self._progress.epoch,
+            version=self.store.current() or 0,
+            epoch=self.progress.epoch,
             asked=asked,
             settings=trained.settings,
             base_digest=critic.base_digest,
@@ -117,10 +113,10 @@ class CriticCheckpoints:
         )
 
         def write() -> None:
-            self._folder.save(critic.update, state)
+            self.folder.save(critic.update, state)
             self._prune()
 
-        self._progress.persist(f"writing the checkpoint of step {critic.step}", write)
+        self.progress.persist(f"writing the checkpoint of step {critic.step}", write)
 
     def _prune(self) -> None:
         """Remove checkpoints that are no longer needed, and entries that no rewind to an actor's checkpoint needs.
@@ -128,10 +124,10 @@ class CriticCheckpoints:
         Entries since the newest requested checkpoint stay, because an actor may still request a rewind to a step after
         it. If there are more than KEEP_ENTRIES of them, the newest checkpoint replaces them.
         """
-        self._folder.prune(keep=KEEP_REQUESTED, keep_damaged=KEEP_SET_ASIDE)
-        covered = self._folder.latest() or 0
-        base = max(self._folder.asked_steps(), default=0)
+        self.folder.prune(keep=KEEP_REQUESTED, keep_damaged=KEEP_SET_ASIDE)
+        covered = self.folder.latest() or 0
+        base = max(self.folder.asked_steps(), default=0)
         if covered - base > KEEP_ENTRIES:
             base = covered
-        self._journal.forget_covered(covered, base=base, archive=ARCHIVE_ENTRIES)
-        self._journal.sweep()
+        self.journal.forget_covered(covered, base=base, archive=ARCHIVE_ENTRIES)
+        self.journal.sweep()

@@ -66,14 +66,20 @@ class CriticState:
         self.traceparent = self._journal.traceparent(entry) if is_tracing() else None
         known = self._journal.result(entry)
         try:
-            if not _has_failed(known):
+            if known is None or known.loss_mean is not None:
                 with self._progress.working(f"reading step {entry.step}"):
                     payload, digest = self._journal.load(entry)
                 with span("train", parent=self.traceparent, step=entry.step):
                     report, error = self._train_payload(payload, "training", known)
         except DamagedEntry as damage:
-            error = _skip_damaged_entry(self._journal, entry, damage, known)
+            if known is not None:
+                raise CheckpointError(
+                    f"{damage}; step {entry.step} has already been trained and acknowledged, so the weights cannot be "
+                    "reproduced without it; restore the file, or start a new run"
+                ) from damage
+            self._journal.set_aside_damaged(entry)
             self._journal.forget_aside(keep=KEEP_SET_ASIDE)
+            error = f"step {entry.step} was not trained; training continues with the next step: {damage}"
         self.step = entry.step  # also after a failed step: its caller gets the error and continues with the next step
         return report, known or Result(
             entry=entry.name,
@@ -158,7 +164,7 @@ class CriticState:
                 damaged.append((step, error))
         start = found.step if found else 0
         for step, damage in damaged:
-            missing = _first_missing(self._journal, start, step)
+            missing = self._first_missing(start, step)
             if missing is not None:
                 raise CheckpointError(
                     f"{damage}; it cannot be recomputed from step {start}, because the journal no longer has step "
@@ -211,44 +217,19 @@ class CriticState:
         """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry to replay is damaged."""
         for entry in self._journal.entries():
             if entry.kind == "train" and entry.step == self.step + 1 <= end:
-                with self._progress.working(f"reading step {entry.step}"):
-                    payload = _payload(self._journal, entry)
-                if payload is not None:
+                if not self._journal.has_failed(entry):
+                    with self._progress.working(f"reading step {entry.step}"):
+                        payload, _ = self._journal.load(entry)
                     self._train_payload(payload, "replaying", self._journal.result(entry))
                 self.step = entry.step
 
-
-def _has_failed(result: Result | None) -> bool:
-    """Return whether a result is a failed step's. A replay must then leave the weights unchanged."""
-    return result is not None and result.loss_mean is None
-
-
-def _skip_damaged_entry(journal: Journal, entry: Entry, damage: DamagedEntry, result: Result | None) -> str:
-    """Skip a damaged training entry and keep a copy of its file; return the error message for its caller.
-
-    Raises:
-        CheckpointError: the step has already been trained and acknowledged, and its weights cannot be reproduced.
-    """
-    if result is not None:
-        raise CheckpointError(
-            f"{damage}; step {entry.step} has already been trained and acknowledged, so the weights cannot be "
-            "reproduced without it; restore the file, or start a new run"
-        ) from damage
-    journal.set_aside_damaged(entry)
-    return f"step {entry.step} was not trained; training continues with the next step: {damage}"
-
-
-def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
-    """Return the payload of an entry to replay; None if its step failed. Raises DamagedEntry."""
-    return None if _has_failed(journal.result(entry)) else journal.load(entry)[0]
-
-
-def _first_missing(journal: Journal, start: int, end: int) -> int | None:
-    """Return the first step after `start`, up to `end`, that the journal cannot replay; None if there is none."""
-    entries = {entry.step: entry for entry in journal.entries() if entry.kind == "train"}
-    for step in range(start + 1, end + 1):
-        try:
-            _payload(journal, entries[step])
-        except (KeyError, DamagedEntry):
-            return step
-    return None
+    def _first_missing(self, start: int, end: int) -> int | None:
+        """Return the first step after `start`, up to `end`, that the journal cannot replay; None if there is none."""
+        entries = {entry.step: entry for entry in self._journal.entries() if entry.kind == "train"}
+        for step in range(start + 1, end + 1):
+            try:
+                if not self._journal.has_failed(entries[step]):
+                    self._journal.load(entries[step])
+            except (KeyError, DamagedEntry):
+                return step
+        return None

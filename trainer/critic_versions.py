@@ -1,6 +1,7 @@
 """Publishes the weights of the critic in training after steps, saves and rewinds."""
 
-from rlhf_triton.config import RunConfig
+from dataclasses import dataclass
+
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.weights import WeightsStore
@@ -10,37 +11,30 @@ from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected
 from rlhf_triton.trainer.verification import holds_weights
 
 
+@dataclass(frozen=True)
 class CriticVersions:
     """Publishes the critic in training."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        critic: CriticState,
-        publisher: Publisher,
-        store: WeightsStore,
-        progress: SidecarProgress,
-    ) -> None:
-        self._every = config.trainer.publish.every
-        self._critic = critic
-        self.publisher = publisher
-        self._store, self._progress = store, progress
-        set_log_position(version=self.current())
+    every: int
+    critic: CriticState
+    publisher: Publisher
+    store: WeightsStore
+    progress: SidecarProgress
 
     def current(self) -> int:
         """Return the version that CURRENT names."""
-        return self._store.current() or 0
+        return self.store.current() or 0
 
     def publish_step(self) -> tuple[Reload | None, str | None]:
         """Publish the critic if its step is a multiple of `publish.every`.
 
         Returns (reload, None), (None, error), or (None, None) if nothing is published at this step.
         """
-        return self._publish() if self._critic.step % self._every == 0 else (None, None)
+        return self._publish() if self.critic.step % self.every == 0 else (None, None)
 
     def publish_remainder(self) -> str | None:
         """Publish updates that are not served yet because `publish.every` is above 1; return the error, if any."""
-        if self._every > 1 and self._store.manifest(self.current()).step < self._critic.step:
+        if self.every > 1 and self.store.manifest(self.current()).step < self.critic.step:
             return self._publish()[1]
         return None
 
@@ -49,31 +43,31 @@ class CriticVersions:
 
         They may not be served because the step's version was rejected or skipped, or an operator rolled back.
         """
-        with self._progress.working("comparing the served weights"):
-            served = holds_weights(self._store, self.current(), self._critic.update.critic)
+        with self.progress.working("comparing the served weights"):
+            served = holds_weights(self.store, self.current(), self.critic.update.critic)
         return None if served else self.publish_again()
 
     def publish_again(self) -> str | None:
         """Publish the critic as a new version, even if its weights were published before; return the error, if any."""
-        step = self._critic.step
-        parent = max(manifest.version for manifest in self._store.manifests() if manifest.step <= step)
+        step = self.critic.step
+        parent = max(manifest.version for manifest in self.store.manifests() if manifest.step <= step)
         return self._publish(parent)[1]
 
     def _publish(self, parent: int | None = None) -> tuple[Reload | None, str | None]:
         """Publish the critic, with retries after disk errors; return the reload, or the error if it is rejected."""
-        step, newest = self._critic.step, self._store.versions()[-1]
+        step, newest = self.critic.step, self.store.versions()[-1]
 
         def attempt() -> Reload:
             # With a parent, every attempt would write another version. If an earlier attempt has written one already,
             # publish without it, which reuses the newest version if its content is the same.
-            written = self._store.versions()[-1] > newest
+            written = self.store.versions()[-1] > newest
             return self.publisher.publish(
-                self._critic.update.critic, step=step, beat=self._progress.wait, parent=None if written else parent
+                self.critic.update.critic, step=step, beat=self.progress.wait, parent=None if written else parent
             )
 
         try:
-            with span("publish", parent=self._critic.traceparent, step=step):
-                reload = self._progress.persist(f"publishing step {step}", attempt)
+            with span("publish", parent=self.critic.traceparent, step=step):
+                reload = self.progress.persist(f"publishing step {step}", attempt)
         except VersionRejected as error:  # the caller gets the error; the old version keeps serving
             return None, str(error)
         set_log_position(version=reload.version)

@@ -22,16 +22,6 @@ from rlhf_triton.trainer.publish import Publisher, Reload, copy_checkpoint, rewa
 TOLERANCE = 0.01  # how far a new version's accuracy on the gate may be below the served version's
 
 
-def check_tokenizer(checkpoint: Path, folder: Path) -> None:
-    """Raise CheckpointError unless the tokenizer in `folder` renders texts as the served `checkpoint`'s does."""
-    theirs, ours = (rendering_fingerprint(load_tokenizer(path.absolute())) for path in (folder, checkpoint))
-    if theirs != ours:
-        raise CheckpointError(
-            f"{folder} has another tokenizer or chat template than reward.model ({checkpoint}), with which requests "
-            "are rendered; to serve it, start a run with this checkpoint"
-        )
-
-
 def publish_reward(
     config: RunConfig, checkpoint: Path, *, beat: Callable[[str], None], say: Callable[[str], None] = print
 ) -> Reload:
@@ -51,7 +41,12 @@ def publish_reward(
     current = store.current()
     if current is None:
         raise WeightsError(f"the weights store {store.root} is empty; `rlhf-triton serve` creates version 0")
-    check_tokenizer(section.model, checkpoint)
+    theirs, ours = (rendering_fingerprint(load_tokenizer(path.absolute())) for path in (checkpoint, section.model))
+    if theirs != ours:
+        raise CheckpointError(
+            f"{checkpoint} has another tokenizer or chat template than reward.model ({section.model}), with which "
+            "requests are rendered; to serve it, start a run with this checkpoint"
+        )
     served = reward_loader(section)(store.folder(current))
     candidate = served.with_weights(checkpoint)
     candidate.check_finite()

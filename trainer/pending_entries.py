@@ -1,6 +1,7 @@
 """Selects the journal's next pending entry, and records the results of processed ones."""
 
 import time
+from dataclasses import dataclass
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.store.journal import Entry, Journal, Result
@@ -11,21 +12,21 @@ from rlhf_triton.trainer.progress import SidecarProgress
 SETTLED_S = 1.0
 
 
+@dataclass
 class PendingEntries:
     """The pending entries of a journal, in order."""
 
-    def __init__(self, journal: Journal, progress: SidecarProgress) -> None:
-        self._journal = journal
-        self._progress = progress
-        # The journal's mtime when nothing was pending, and when it was first seen.
-        self._none_pending: tuple[int | None, float] = (None, 0.0)
+    journal: Journal
+    progress: SidecarProgress
+    _none_pending: tuple[int | None, float] = (None, 0.0)
+    """The journal's mtime when nothing was pending, and when it was first seen."""
 
     def next(self, *, trained: int) -> Entry | None:
         """Return the next entry to process, None if there is none yet. Steps up to `trained` count as trained.
 
         Raises CheckpointError if the journal's next step is not `trained + 1`.
         """
-        changed, (seen, since) = self._journal.changed_at(), self._none_pending
+        changed, (seen, since) = self.journal.changed_at(), self._none_pending
         if changed == seen and time.monotonic() - since > SETTLED_S:  # idle: do not list the journal at every call
             return None
         entry = self._first_pending(trained)
@@ -38,19 +39,19 @@ class PendingEntries:
 
         Training steps stay in the journal for replay until a checkpoint covers them.
         """
-        self._progress.persist(f"recording the result of {entry.name}", lambda: self._journal.finish(entry, result))
+        self.progress.persist(f"recording the result of {entry.name}", lambda: self.journal.finish(entry, result))
         if entry.kind != "train":
-            self._progress.persist(f"removing {entry.name}", lambda: self._journal.drop(entry))
+            self.progress.persist(f"removing {entry.name}", lambda: self.journal.drop(entry))
 
     def _first_pending(self, trained: int) -> Entry | None:
-        for entry in self._journal.entries():
+        for entry in self.journal.entries():
             untrained = entry.kind == "train" and entry.step > trained
             if untrained and entry.step > trained + 1:
                 raise CheckpointError(
-                    f"the journal in {self._journal.root} continues with step {entry.step}, but the newest checkpoint "
+                    f"the journal in {self.journal.root} continues with step {entry.step}, but the newest checkpoint "
                     f"and the steps after it end at {trained}: restore the missing checkpoint, or start a new run"
                 )
             waits = entry.kind == "save" and entry.step > trained  # a save waits for its step
-            if not waits and (untrained or not self._journal.is_answered(entry)):
+            if not waits and (untrained or not self.journal.is_answered(entry)):
                 return entry
         return None

@@ -106,34 +106,26 @@ class SidecarProgress:
         """Write one line for a critic update; `version` is the one served now."""
         timing = asdict(reload) if reload is not None else {}
         timing.pop("version", None)
-        self._write(
-            {
-                "step": step,
-                "loss_mean": report.loss_mean,
-                "train/loss": report.loss_mean,
-                "train/grad_norm": report.grad_norm,
-                "train/lr": report.lr,
-                "train/step_time": report.seconds,
-                "optimizer_steps": report.optimizer_steps,
-                "skipped_steps": report.skipped_steps,
-                "out_of_memory/trainer.token_budget": report.out_of_memory,
-                **timing,
-                **report.memory,
-                "weights_version": version,
-            }
-        )
+        line = {
+            "loss_mean": report.loss_mean,
+            "train/loss": report.loss_mean,
+            "train/grad_norm": report.grad_norm,
+            "train/lr": report.lr,
+            "train/step_time": report.seconds,
+            "optimizer_steps": report.optimizer_steps,
+            "skipped_steps": report.skipped_steps,
+            **timing,
+        }
+        self._log(step, version, line, report.out_of_memory, report.memory)
         exporter = self._exporter
         exporter.count("updates")
         exporter.count("skipped_optimizer_steps", report.skipped_steps)
-        exporter.count("out_of_memory", report.out_of_memory)
         exporter.show(
             {
-                "step": step,
                 "loss": report.loss_mean,
                 "grad_norm": report.grad_norm,
                 "learning_rate": report.lr,
                 "update_seconds": report.seconds,
-                **report.memory,
             }
         )
         if reload is not None:
@@ -143,19 +135,8 @@ class SidecarProgress:
     def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:
         """Write one line for a critic update that failed, or whose version was rejected."""
         halved, memory = update.trained.memory.new_halvings(), gpu_bytes(update.critic.model.device)
-        self._write(
-            {
-                "step": step,
-                "error": error,
-                "versions_rejected": publisher.rejected,
-                "out_of_memory/trainer.token_budget": halved,
-                **memory,
-                "weights_version": version,
-            }
-        )
-        self._exporter.show({"step": step, **memory})
+        self._log(step, version, {"error": error, "versions_rejected": publisher.rejected}, halved, memory)
         self._exporter.count("failed_updates")
-        self._exporter.count("out_of_memory", halved)
         self._exporter.count("rejected_versions", publisher.rejected - self._rejected)
         self._rejected = publisher.rejected
 
@@ -175,11 +156,16 @@ class SidecarProgress:
                 )
             )
 
-    def _write(self, line: dict[str, object]) -> None:
+    def _log(self, step: int, version: int, line: dict[str, object], halved: int, memory: dict[str, int]) -> None:
+        """Write and export what every update has; `halved`: how often its micro-batches were halved."""
+        self._exporter.show({"step": step, **memory})
+        self._exporter.count("out_of_memory", halved)
+        out_of_memory = {"out_of_memory/trainer.token_budget": halved}
+        line = {"step": step, **line, **out_of_memory, **memory, "weights_version": version}
         try:
             append_jsonl(self._metrics_path, [{"time": time.time(), **line}])
         except OSError as error:  # training continues without the line; the same numbers go to the log
             logger.error("a line of %s could not be written: %s", self._metrics_path.name, reason_of(error))
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
-        position = {"step": line["step"], "version": line["weights_version"]}
-        logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()), extra=position)
+        text = "  ".join(f"{key}={value}" for key, value in shown.items())
+        logger.info("%s", text, extra={"step": step, "version": version})

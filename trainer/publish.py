@@ -131,7 +131,7 @@ class Publisher:
             epoch=self._epoch,
             reuse=parent is None,
             canary=expected.tolist() if in_slices else None,
-            source=source,
+            source=source and str(source),
         )
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so the swap is quick
@@ -309,7 +309,7 @@ def initialise_store(
             epoch=0,
             tokenizer=tokenizer_of(section.model),
             made_from=made_from,
-            source=section.model,
+            source=str(section.model),
         )
     known = store.manifest(0).made_from or made_from
     changed = [key for key, value in made_from.items() if value != known.get(key)]
@@ -353,7 +353,7 @@ def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable
             reward_loader(config.reward)(config.reward.model).check_finite()
             write = functools.partial(copy_checkpoint, config.reward.model)
             manifest = store.add(
-                write, run_id=config.run.identity, step=0, parent=None, epoch=0, source=config.reward.model
+                write, run_id=config.run.identity, step=0, parent=None, epoch=0, source=str(config.reward.model)
             )
             store.set_current(manifest.version)
 

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, replace
 
 from rlhf_triton.config import RunConfig
+from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.store.journal import DamagedEntry, Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
@@ -38,8 +39,16 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
         publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_block=progress.show_block)
         critic = CriticState(config, store, journal, folder, progress, ranks)
-        checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)
-        versions = CriticVersions(config, critic, publisher, store, progress)
+        checkpoints = CriticCheckpoints(
+            every=settings.checkpoint_every,
+            critic=critic,
+            folder=folder,
+            store=store,
+            journal=journal,
+            progress=progress,
+        )
+        versions = CriticVersions(settings.publish.every, critic, publisher, store, progress)
+        set_log_position(version=versions.current())
         critic.restore_at_start()
         logger.info("following run %s from step %d, epoch %d", journal.run_id, critic.step, epoch)
         Sidecar(

@@ -23,7 +23,6 @@ from rlhf_triton.checkpoints.inspection import (
     WEIGHTS_FILE,
     CheckpointError,
     Constants,
-    StoredAdapters,
     inspect_checkpoint,
 )
 from rlhf_triton.config import TrainerSection
@@ -126,8 +125,15 @@ class TrainedCritic(CriticModel):
         self.ranks.announce("write_version", folder=str(folder))
         if self.adapters is not None:
             trained, adapters = trained_tensors(self.model), self.adapters
-            is_writer = self.ranks.rank == 0
-            self.ranks.run_on_all_ranks(lambda: _write_adapters(self, trained, adapters, folder) if is_writer else None)
+
+            def write_adapters() -> None:
+                if self.ranks.rank == 0:
+                    with disk_errors(folder / WEIGHTS_FILE):
+                        save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+                    config = json.loads(write_config(self, folder).read_text())
+                    (folder / CONFIG_FILE).write_text(json.dumps({**config, ADAPTERS_KEY: asdict(adapters)}, indent=2))
+
+            self.ranks.run_on_all_ranks(write_adapters)
             return None
         if not self.ranks.shards:
             return super().write(folder)
@@ -230,11 +236,3 @@ def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
     """Prepare the critic's model for training according to `settings`, in place. Raises CheckpointError."""
     training.prepare(model, settings, "trainer", ModelHead(model).module)
     return model
-
-
-def _write_adapters(critic: CriticModel, trained: dict[str, Tensor], adapters: StoredAdapters, folder: Path) -> None:
-    """Write a version with only the critic's `trained` tensors. Raises OSError."""
-    with disk_errors(folder / WEIGHTS_FILE):
-        save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = json.loads(write_config(critic, folder).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps({**config, ADAPTERS_KEY: asdict(adapters)}, indent=2))

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import encode_prompt, fingerprint, load_tokenizer, reply_end
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, fingerprint, load_tokenizer, reply_end
 from rlhf_triton.config import ConfigError, RunConfig, RunSection
 from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.errors import reason_of
@@ -107,7 +107,7 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
             prompt = _prompt_ids(tokenizer(), line, where, special=special)
         if isinstance(response, str):
             end = tokenizer().eos_token_id if end is None else end
-            response = tokenizer()(response, add_special_tokens=False)["input_ids"]
+            response = encode_bare_text(tokenizer(), response)
             response += [] if end in (None, *response[-1:]) else [end]
         if not (_is_ids(prompt) and _is_ids(response) and isinstance(target, int | float) and -3e38 < target < 3e38):
             raise ConfigError(
@@ -129,27 +129,23 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
                 f"{KEY}: {where}: prompt is a text that contains messages; store the list of messages itself"
             )
         before, ids = encode_prompt(tokenizer, prompt)
-        return [*before, *ids] if special else [*tokenizer(prompt, add_special_tokens=False)["input_ids"]]
-    try:
-        messages = plain_messages(prompt)
-    except BadMessages as error:
-        raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
+        return [*before, *ids] if special else encode_bare_text(tokenizer, prompt)
     try:
         options = template_options(tokenizer, line)
     except BadMessages as error:
         raise ConfigError(f"{KEY}: {where}: {error}") from error
     try:
-        text = render_chat(tokenizer, messages, options, owner="critic", generation_prompt=True)
+        text = render_chat(tokenizer, plain_messages(prompt), options, owner="critic", generation_prompt=True)
     except BadMessages as error:
         raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
     except Exception as error:  # the template is the checkpoint's own code and may raise any exception
         raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {reason_of(error)}") from error
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
+    return encode_bare_text(tokenizer, text)
 
 
 def _is_ids(value: Any) -> TypeGuard[list[int]]:
     return (
-        isinstance(value, list) and bool(value) and all(type(each) is int and 0 <= each < INT64_MAX for each in value)
+        isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < INT64_MAX for item in value)
     )
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.inspection import INDEX_FILE, CheckpointError
+from rlhf_triton.checkpoints.safetensors_header import TensorInfo, read_header
 from rlhf_triton.checkpoints.tensor_file import STORED_AS
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.models.canary import SERVED_TOLERANCE, canary_difference, canary_outputs
 from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic
-from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore
+from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weights_files
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 
 CANARY_TOLERANCE = 1e-5  # relative to the largest value; equal weights differ by rounding only
@@ -57,7 +58,7 @@ def verify_version(
     if isinstance(model, CriticModel) and model.stored_as is not None:
         tolerance = SERVED_TOLERANCE[model.stored_as]
     if isinstance(model, TrainedCritic):  # other models are copies of a checkpoint, in any dtype
-        _check_dtypes(manifest, model)
+        _check_dtypes(store.folder(version), manifest, model)
     difference = canary_difference(served, canary_outputs(model) if expected is None else expected)
     if not difference <= tolerance:
         raise WeightsError(
@@ -100,13 +101,16 @@ def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> boo
     return all(torch.equal(tensor, stored[name].to(tensor)) for name, tensor in critic.weights().items())
 
 
-def _check_dtypes(manifest: Manifest, critic: TrainedCritic) -> None:
+def _check_dtypes(folder: Path, manifest: Manifest, critic: TrainedCritic) -> None:
     """Raise WeightsError if a stored tensor's dtype differs from the published model's."""
-    weights = critic.weights()
+    weights, tensors = critic.weights(), dict[str, TensorInfo]()
+    for path in weights_files(folder):
+        if path.name != INDEX_FILE:
+            tensors |= read_header(path)
     for name in weights:
-        if manifest.base is not None and name not in manifest.tensors:  # stored as an adapter, or in the base version
+        if manifest.base is not None and name not in tensors:  # stored as an adapter, or in the base version
             continue
-        stored, trained = manifest.tensors[name][0], STORED_AS.get(weights.dtype(name))
+        stored, trained = tensors[name].dtype, STORED_AS.get(weights.dtype(name))
         if stored != trained:
             raise WeightsError(
                 f"version {manifest.version}: {name} has dtype {stored}, but the published model's has {trained}"

@@ -4,6 +4,7 @@ Each loss is a micro-batch's share of the minibatch mean, so the split into micr
 It is proportional to the advantages, so importance factors multiply the advantages.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -279,6 +280,7 @@ def kl_loss(
     return masked_sum(estimate, weights) / (total or 1)
 
 
+@dataclass
 class KLControl:
     """Holds `kl_coef`, and adapts it to reach a target KL if there is one.
 
@@ -290,14 +292,10 @@ class KLControl:
     Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
     """
 
-    def __init__(self, coef: float, *, target: float | None) -> None:
-        """
-        Args:
-            coef: initial coefficient, >= 0.
-            target: target KL in nats per sequence; None: the coefficient is fixed.
-        """
-        self.coef = coef
-        self.target = target
+    coef: float
+    """The coefficient, >= 0."""
+    target: float | None
+    """Target KL in nats per sequence; None: the coefficient is fixed."""
 
     def update(self, kl: float, samples: int) -> None:
         """Adapt the coefficient to the mean KL per sequence (nats, k1) of a rollout with `samples` responses."""

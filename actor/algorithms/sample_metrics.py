@@ -8,7 +8,15 @@ import torch
 from rlhf_triton.actor.algorithms.advantages import explained_variance, masked_mean
 from rlhf_triton.actor.algorithms.batch import logprobs_by_position
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import (
+    Conversation,
+    Group,
+    RolloutRow,
+    conversations_of,
+    failure_of,
+    rows_of,
+    scores_of,
+)
 
 
 def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
@@ -19,7 +27,6 @@ def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float)
     conversations = conversations_of(groups)
     rows = rows_of(conversations)
     metrics = {**text_metrics(conversations), "kl_coef": kl_coef}
-    assert batch.conversations is not None
     counted = [conversations[i] for i in batch.conversations[batch.mask.any(-1)].unique().tolist()]
     kl_per_sequence = sequence_kl(counted)
     if batch.kl is not None and kl_per_sequence is not None:
@@ -75,7 +82,7 @@ def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
     """Return metrics of training or validation conversations: lengths, rewards of the scored ones, diversity."""
     ends = [conversation[-1] for conversation in conversations]
     rows = rows_of(conversations)
-    scored = [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
+    scored = scores_of(conversations)
     rewards = np.array([score.reward for score in scored], np.float32)
     metrics = {
         "rollout_size": float(len(ends)),

@@ -5,9 +5,9 @@ They are subtracted at the end of the response. With a process reward, the rewar
 clipped, and counts once in the statistics; the other terms of the score are neither normalised nor clipped.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,14 +19,16 @@ from rlhf_triton.config import RewardsSection
 EPSILON = 1e-8
 
 
+@dataclass
 class RunningMoments:
     """Running mean and variance of all values seen so far.
 
     Source: Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
 
-    def __init__(self, count: float = 0.0, mean: float = 0.0, squares: float = 0.0) -> None:
-        self.count, self.mean, self.squares = count, mean, squares
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of the squared differences from the mean
 
     def update(self, values: Tensor) -> None:
         """Add the finite values `[n]` to the statistics; n may be 0."""
@@ -48,21 +50,22 @@ class RunningMoments:
         return [self.count, self.mean, self.squares]
 
 
+@dataclass
 class RewardShaper:
     """Runs all stages on the scores of each rollout; keeps running statistics across rollouts."""
 
-    def __init__(self, settings: RewardsSection, *, max_new_tokens: int) -> None:
-        self.settings, self.max_new_tokens = settings, max_new_tokens
-        self.moments = RunningMoments()
+    settings: RewardsSection
+    max_new_tokens: int
+    moments: RunningMoments = field(default_factory=RunningMoments)
 
     def run(self, inputs: AdvantageInputs) -> AdvantageInputs:
         """Return the inputs after all stages; unscored rows have rewards of 0."""
         if inputs.process_rewards is not None and inputs.process_ends is not None:
             valid = inputs.process_ends & inputs.scored[:, None]
-            inputs = dataclasses.replace(inputs, process_rewards=torch.where(valid, inputs.process_rewards, 0.0))
+            inputs = replace(inputs, process_rewards=torch.where(valid, inputs.process_rewards, 0.0))
         for stage in STAGES:
             inputs = stage(inputs, self)
-        return dataclasses.replace(inputs, rewards=torch.where(inputs.scored, inputs.rewards, 0.0))
+        return replace(inputs, rewards=torch.where(inputs.scored, inputs.rewards, 0.0))
 
 
 def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) -> AdvantageInputs:
@@ -72,7 +75,7 @@ def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) 
         name, valid = "process_rewards", inputs.process_ends & inputs.scored[:, None]
     changed = getattr(inputs, name).clone()
     changed[valid] = function(changed[valid])
-    return dataclasses.replace(inputs, **{name: changed})
+    return replace(inputs, **{name: changed})
 
 
 def normalise(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
@@ -101,7 +104,7 @@ def clip(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
 
 def penalise_missing_eos(inputs: AdvantageInputs, shaper: RewardShaper) -> AdvantageInputs:
     """Subtract `missing_eos_penalty` from the rewards of responses that did not end."""
-    return dataclasses.replace(inputs, rewards=inputs.rewards - shaper.settings.missing_eos_penalty * (~inputs.ended))
+    return replace(inputs, rewards=inputs.rewards - shaper.settings.missing_eos_penalty * (~inputs.ended))
 
 
 def overlong_penalties(lengths: Tensor, settings: RewardsSection, max_new_tokens: int) -> Tensor:
@@ -122,7 +125,7 @@ def penalise_overlong(inputs: AdvantageInputs, shaper: RewardShaper) -> Advantag
     if not shaper.settings.overlong_tokens:
         return inputs
     penalties = overlong_penalties(inputs.mask.sum(-1), shaper.settings, shaper.max_new_tokens)
-    return dataclasses.replace(inputs, rewards=inputs.rewards - penalties)
+    return replace(inputs, rewards=inputs.rewards - penalties)
 
 
 # A stage changes `rewards` or `process_rewards`, or excludes rows from the policy's update through `counted`.

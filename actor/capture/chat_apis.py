@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator
 
@@ -110,11 +110,15 @@ class Text(Body):
     citations: Any = None
 
 
+T = TypeVar("T")
+FailFastList = Annotated[list[T], Field(fail_fast=True)]
+
+
 def _parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Content = Annotated[list[Text], Field(fail_fast=True), BeforeValidator(_parts)]
+Content = Annotated[FailFastList[Text], BeforeValidator(_parts)]
 
 
 def _joined(content: list[Text]) -> str:
@@ -180,7 +184,7 @@ class OpenAIMessage(Body):
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: Content = Field(default=[])
     name: Id = ""
-    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] = Field(default=[])
+    tool_calls: FailFastList[CalledTool] = Field(default=[])
     tool_call_id: Id = ""
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
 
@@ -206,8 +210,8 @@ class OpenAIRequest(Body):
     """A request to the chat completions API; the fields after `stream_options` have one allowed value, or no effect."""
 
     model: str = ""
-    messages: Annotated[list[OpenAIMessage], Field(fail_fast=True)]
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default=[])
+    messages: FailFastList[OpenAIMessage]
+    tools: FailFastList[Tool] = Field(default=[])
     tool_choice: Literal["auto", "none"] = "auto"
     stop: Texts = Field(default=[])
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -306,7 +310,7 @@ class AnthropicMessage(Body):
     """A message of the history."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_parts)]
+    content: Annotated[FailFastList[Block], BeforeValidator(_parts)]
 
     def messages(self) -> list[Message]:
         """Return the messages that the chat template expects: one for each tool result, then the message itself."""
@@ -359,9 +363,9 @@ class AnthropicRequest(Body):
     """A request to the messages API."""
 
     model: str = ""
-    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True)]
+    messages: FailFastList[AnthropicMessage]
     system: Content = Field(default=[])
-    tools: Annotated[list[AnthropicTool], Field(fail_fast=True)] = Field(default=[])
+    tools: FailFastList[AnthropicTool] = Field(default=[])
     tool_choice: ToolChoice = ToolChoice()
     max_tokens: NumTokens | None = None
     temperature: Fraction = 1.0

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
+from rlhf_triton.checkpoints.tokenization import encode_bare_text
 from rlhf_triton.wire.chats import TOOLS
 from rlhf_triton.wire.messages import warn_once
 
@@ -142,7 +143,7 @@ class Session:
                 warn_once(f"a call starts a new trajectory instead of continuing its conversation: {error}")
         if before is None:
             parent, num_known = None, 0
-            before = [*self._tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"]]
+            before = encode_bare_text(self._tokenizer, chat.prompt(messages))
         num_left = self._max_tokens - self.num_tokens - len(before)
         if num_left < 1:
             self.limit = "max_tokens"

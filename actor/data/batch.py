@@ -24,13 +24,13 @@ class PPOBatch:
     returns: Tensor  # float32 [B, S-1]
     prev_values: Tensor  # float32 [B, S-1]
     kl: Tensor | None  # float32 [B, S-1], KL estimate per token, not multiplied by kl_coef; None if not measured
+    groups: Tensor  # int64 [B], equal for responses to the same prompt
+    versions: Tensor  # int64 [B], version of the critic that scored the row; -1 without a critic
+    positive: Tensor  # bool [B], whether the score is positive
+    conversations: Tensor  # int64 [B], equal for the rows of a conversation
     rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic
     importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss; None: 1
-    groups: Tensor | None = None  # int64 [B], equal for responses to the same prompt; None: all different
-    versions: Tensor | None = None  # int64 [B], version of the critic that scored the row; None or -1 without a critic
-    positive: Tensor | None = None  # bool [B], whether the score is positive
     sampled_logprobs: Tensor | None = None  # float32 [B, S-1], from the engine that sampled, for importance factors
-    conversations: Tensor | None = None  # int64 [B], equal for the rows of a conversation; None: all different
 
     def first(self, rows: int, width: int) -> PPOBatch:
         """Return the first `rows` rows, cut to their first `width` tokens."""

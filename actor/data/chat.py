@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_triton.checkpoints.tokenization import reply_text
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.wire.chats import TOOLS, render_chat
 from rlhf_triton.wire.messages import BadMessages, warn_once
@@ -81,11 +81,11 @@ class Chat:
         Raises TemplateError; HistoryChanged if the template would change the reply.
         """
         rest = self._after_probe(messages, THOUGHT + PROBE if THOUGHT_END in text else PROBE)
-        tokens, end = self._encode(rest), self.tokenizer.decode([last_token])
+        tokens, end = encode_bare_text(self.tokenizer, rest), self.tokenizer.decode([last_token])
         # The reply was ended by the template's own end token, not by a stop string or another end-of-sequence token.
         if tokens[:1] == [last_token]:
             return tokens[1:]
-        return self._encode(rest.removeprefix(end)) if end.isspace() else tokens
+        return encode_bare_text(self.tokenizer, rest.removeprefix(end)) if end.isspace() else tokens
 
     def parse_calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":
         """Return the tool calls in the tokens `reply`, which follow the tokens `before`.
@@ -123,9 +123,6 @@ class Chat:
                 + (", such as the thoughts of a reply" if reply != PROBE else "")
             )
         return replied.removeprefix(reply)
-
-    def _encode(self, text: str) -> list[int]:
-        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

@@ -20,7 +20,7 @@ from rlhf_triton.actor.data.prompt_files import (
     source_of,
     with_empty_prompt,
 )
-from rlhf_triton.checkpoints.tokenization import encode_prompt, without_embedding
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, without_embedding
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import reason_of
@@ -146,11 +146,7 @@ class PromptReader:
         prompt_id = row.number if columns.get(PROMPT_ID) is None else columns[PROMPT_ID]
         for name, value in ((source, text), (PROMPT_ID, str(prompt_id))):
             _check_characters(value, f"{where}: {name}")
-        before, ids = (
-            encode_prompt(self.tokenizer, text)
-            if adds
-            else ([], self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        )
+        before, ids = encode_prompt(self.tokenizer, text) if adds else ([], encode_bare_text(self.tokenizer, text))
         starts = [getattr(self.tokenizer, name, None) for name in ("bos_token_id", "cls_token_id")]
         num_special = len(before) or int(bool(ids) and ids[0] in starts)  # a template or a text may start with one
         tokens = np.asarray([*before, *ids], dtype=np.int64)

@@ -92,7 +92,8 @@ class StepInputs:
     ) -> None:
         """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
         self._reader, self._seed = reader, seed
-        self.positions = {0: Positions()}  # step -> positions after it
+        self.positions = {0: Positions()}
+        """The positions after each step: the last complete one, the two before it, and the one of the start."""
         paths = [source.path for source in sources]
         # The first file has the same order as in a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
@@ -136,18 +137,14 @@ class StepInputs:
         prompts = (self._reader.fitted(self._reader.prompt(file.rows.row(0))) for file in self._files.values())
         return [prompt for prompt in prompts if prompt is not None]
 
-    def positions_after(self, step: int) -> Positions:
-        """Return the positions after `step`, the last complete step or one of the two before it."""
-        return self.positions[step]
-
     def epoch(self, step: int) -> int:
         """Return the number of complete epochs after `step` of the file that has been repeated most often."""
-        rows = self.positions_after(step).rows
+        rows = self.positions[step].rows
         return max(rows.get(path, 0) // len(file.rows) for path, file in self._files.items())
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state to save in a checkpoint of `step`: each file's position, credit and fingerprint."""
-        after = self.positions_after(step)
+        after = self.positions[step]
         files = {
             path: {
                 "rows": after.rows.get(path, 0),
@@ -156,23 +153,13 @@ class StepInputs:
             }
             for path, file in self._files.items()
         }
-        is_added = self._reader.add_special_tokens
-        return {"prompts_taken": after.prompts, "prompt_files": files, "add_special_tokens": is_added}
+        return {"prompts_taken": after.prompts, "prompt_files": files}
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
         """Continue after `step`; `state` is the result of the method `state` for this step.
 
-        Warn about files that have changed since, and about text prompts that are tokenised differently now. A single
-        file may have moved to another path.
+        Warn about files that have changed since. A single file may have moved to another path.
         """
-        was_added, is_added = state.get("add_special_tokens", False), self._reader.add_special_tokens
-        if was_added != is_added:
-            logger.warning(
-                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts are "
-                "tokenised differently",
-                was_added,
-                is_added,
-            )
         saved = state["prompt_files"]
         if len(saved) == len(self._files) == 1:
             saved = dict(zip(self._files, saved.values(), strict=True))

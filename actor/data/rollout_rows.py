@@ -58,24 +58,6 @@ class RolloutRow:
     ref_logprobs: np.ndarray | None = None  # float32 [n], under the reference
     score: Score = UNSCORED
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> RolloutRow:
-        """Return the unscored row that another rank has sent as JSON."""
-        arrays = {"tokens": np.int64, "sampled": np.bool_, "logprobs": np.float32, "versions": np.int64}
-        parsed = {name: value for name, value in fields.items() if name != "score"}
-        parsed |= {name: np.array(parsed[name], kind) for name, kind in arrays.items() if parsed[name] is not None}
-        turns = parsed["turns"]
-        if turns is not None:
-            turns = tuple(SampledTurn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in turns)
-        return cls(
-            **{
-                **parsed,
-                "prompt": Prompt.from_json(parsed["prompt"]),
-                "turns": turns,
-                "messages": tuple(parsed["messages"]),
-            }
-        )
-
     def with_score(self, **changes: Any) -> RolloutRow:
         """Return a copy with these fields of the score changed."""
         return dataclasses.replace(self, score=dataclasses.replace(self.score, **changes))
@@ -105,6 +87,11 @@ def rows_of(conversations: Sequence[Conversation]) -> list[RolloutRow]:
 def failure_of(conversation: Conversation) -> str:
     """Return why a conversation cannot be trained on: the first failure among its rows; "" if there is none."""
     return next((row.score.failure for row in conversation if row.score.failure), "")
+
+
+def scores_of(conversations: Sequence[Conversation]) -> list[Score]:
+    """Return the scores of the conversations that can be trained on."""
+    return [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
 
 
 def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:

@@ -8,12 +8,13 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, rows_of
 from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import StoredRecord, decode
+from rlhf_triton.store.record_log import StoredRecord, decoded
 
 SCORE = "score."
 DIGESTS = "digests"
@@ -95,8 +96,8 @@ def group_of(record: StoredRecord) -> Group:
 def describe_damage(payload: bytes) -> str:
     """Return which field of which sample is damaged in a record's payload, or of which step it is; "" if neither."""
     where = ""
-    with contextlib.suppress(ValueError, LookupError, TypeError):  # the header is damaged
-        record = decode(payload)
+    with contextlib.suppress(ValueError, LookupError, TypeError, SafetensorError):  # the header is damaged
+        record = decoded(payload)
         header, arrays = record.header, record.arrays
         where = f"step {header['step']}" + (f", group {header['number']}" if "number" in header else "")
         digests = iter(arrays[DIGESTS].tolist())

@@ -68,7 +68,6 @@ class Environments:
                 is left running.
         """
         try:
-            await self._workers.start()
             worker = await self._workers.least_loaded()
             answer = await worker.ask(_message("describe", next(self._numbers)), START_LIMIT_S)
             if "error" in answer:

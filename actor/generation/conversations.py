@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +24,8 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.row_sources import ROW_STEP, JobRows, SamplingJob, uniform_draws
-from rlhf_triton.checkpoints.tokenization import reply_text, without_embedding
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
@@ -205,19 +205,19 @@ class ConversationRunner:
             if number == settings.max_turns:
                 state.truncated = "environment.max_turns"
                 return
-            before, new_prompt = self._tokens_between_turns(state, turn, answers)
-            length = len(before) if new_prompt else len(state.row.tokens) + len(before)
-            if length >= self.longest:
+            following = self._next_tokens(state, turn, answers)
+            row = following.tokens if isinstance(following, Prompt) else [*state.row.tokens, *following]
+            if len(row) >= self.longest:
                 state.truncated = "environment.max_tokens"
             if rows.clock() > deadline:
                 state.truncated = "environment.timeout_s"
             if state.truncated:
                 return
-            if new_prompt is None:
-                state.row.observe(before)
-            else:
+            if isinstance(following, Prompt):
                 rows.start_row()
-                state.start_row(new_prompt)
+                state.start_row(following)
+            else:
+                state.row.observe(following)
 
     async def _answer(self, state: _ConversationState, instance: Instance, text: str) -> list[Message] | None:
         """Return the environment's answers to a turn; None if it is done, or if the policy calls no tool."""
@@ -237,14 +237,11 @@ class ConversationRunner:
         messages = prompt.metadata.get(MESSAGES_KEY)
         if messages is None:
             text = prompt.text + (observation or "")
-            added = self._tokenizer(observation or "", add_special_tokens=False)["input_ids"]
-            first_prompt = replace(prompt, text=text, tokens=np.append(prompt.tokens, np.array(added, np.int64)))
+            added = np.array(encode_bare_text(self._tokenizer, observation or ""), np.int64)
+            first_prompt = replace(prompt, text=text, tokens=np.append(prompt.tokens, added))
         else:
             last = {**messages[-1], "content": messages[-1]["content"] + (observation or "")}
-            text = self._chat.prompt(messages := [*messages[:-1], last])
-            tokens = np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
-            metadata = {**prompt.metadata, **self._chat.options, MESSAGES_KEY: messages}
-            first_prompt = replace(prompt, text=text, tokens=tokens, metadata=metadata)
+            first_prompt = self._chat_prompt(prompt, [*messages[:-1], last])
         if len(first_prompt.tokens) > self._max_prompt_tokens:
             raise EnvironmentFailed(
                 f"the prompt has {len(first_prompt.tokens)} tokens with the environment's tools and first observation, "
@@ -252,27 +249,29 @@ class ConversationRunner:
             )
         return first_prompt
 
-    def _tokens_between_turns(
-        self, state: _ConversationState, turn: PolicyTurn, answers: Sequence[Message]
-    ) -> tuple[list[int], Prompt | None]:
-        """Return the tokens between a turn and the next one, and None.
+    def _chat_prompt(self, prompt: Prompt, messages: list[Message]) -> Prompt:
+        """Return the prompt with these messages. Raises TemplateError."""
+        text = self._chat.prompt(messages)
+        tokens = np.array(encode_bare_text(self._tokenizer, text), np.int64)
+        metadata = {**prompt.metadata, **self._chat.options, MESSAGES_KEY: messages}
+        return replace(prompt, text=text, tokens=tokens, metadata=metadata)
 
-        If the chat template changes earlier messages, return all tokens of a new row and the prompt of that row.
+    def _next_tokens(
+        self, state: _ConversationState, turn: PolicyTurn, answers: Sequence[Message]
+    ) -> list[int] | Prompt:
+        """Return the tokens between a turn and the next one, or a new row's prompt.
+
+        The conversation needs a new row if the chat template changes earlier messages.
         """
         if MESSAGES_KEY not in state.prompt.metadata:
-            text = "".join(str(answer["content"]) for answer in answers)
-            return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]], None
+            return encode_bare_text(self._tokenizer, "".join(str(answer["content"]) for answer in answers))
         try:
             reply = str(state.messages[-1 - len(answers)]["content"])
-            return self._chat.after_reply(answers, turn.tokens[-1], reply), None
+            return self._chat.after_reply(answers, turn.tokens[-1], reply)
         except HistoryChanged as error:
             warn_once(NEW_ROW_WARNING % error)
         first = state.earlier_rows[0][0] if state.earlier_rows else state.prompt
-        whole = [*first.metadata[MESSAGES_KEY], *state.messages]
-        text = self._chat.prompt(whole)
-        tokens = [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
-        metadata = {**first.metadata, MESSAGES_KEY: whole}
-        return tokens, replace(first, text=text, tokens=np.array(tokens, np.int64), metadata=metadata)
+        return self._chat_prompt(first, [*first.metadata[MESSAGES_KEY], *state.messages])
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self.loop).result()
@@ -283,7 +282,7 @@ def seed_of(seed: int, prompt: Prompt) -> int:
     return int(np.random.SeedSequence([seed, zlib.crc32(prompt.prompt_id.encode())]).generate_state(1)[0] >> 1)
 
 
-class ConversationSource(JobRows):
+class ConversationSource(RowSource):
     """Conversations with environments, as the source of the decoder's rows."""
 
     def __init__(self, runner: ConversationRunner) -> None:
@@ -294,7 +293,6 @@ class ConversationSource(JobRows):
         self._lockstep = runner.lockstep
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # awaited turns by row number
-        self._draws: dict[int, dict[int, Iterator[float]]] = {}  # by conversation and row
         self._not_started = deque[int]()  # in this order they start, once there is room for their environments
         self._awaited = set[int]()
         self._tasks: dict[int, Future[None]] = {}
@@ -308,15 +306,6 @@ class ConversationSource(JobRows):
         for number, prompt in prompts.items():
             conversation = self._run_conversation(self._runner, number, prompt, job.seed)
             self._tasks[number] = asyncio.run_coroutine_threadsafe(conversation, self._loop)
-
-    def draws(self, row: int) -> Iterator[float] | None:
-        """Return the draws of a row's tokens, which its later turns continue; None if it is greedy."""
-        if self.is_greedy(row):
-            return None
-        rows = self._draws.setdefault(row % ROW_STEP, {})
-        if row not in rows:
-            rows[row] = uniform_draws(*self.seed_of(row))
-        return rows[row]
 
     def deliver(self, index: int, turn: PolicyTurn) -> None:
         """Hand a turn of the policy to its conversation; called by the decoding thread."""
@@ -344,7 +333,6 @@ class ConversationSource(JobRows):
             if isinstance(arrival, _FinishedConversation):
                 self._awaited.discard(arrival.number)
                 self._awaited |= {self._not_started.popleft()} if self._not_started else set()
-                self._draws.pop(arrival.number, None)
                 del self._tasks[arrival.number]
                 ready = self._without(arrival.number, ready)
                 self.finish(arrival.number, arrival.conversation)
@@ -355,12 +343,9 @@ class ConversationSource(JobRows):
 
     def _without(self, number: int, ready: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequence[int]]]:
         """Return the rows of other conversations; cancel the calls that an agent has left open."""
-        for row in (row for row, _ in ready if row % ROW_STEP == number):
-            self._loop.call_soon_threadsafe(self._cancel_turn, row)
+        left = [row for row, _ in ready if row % ROW_STEP == number]
+        self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in left])
         return [item for item in ready if item[0] % ROW_STEP != number]
-
-    def _cancel_turn(self, row: int) -> None:
-        self._turns.pop(row).cancel()
 
     def wake(self) -> None:
         """End the wait of another thread in `next_rows`."""

@@ -1,8 +1,8 @@
 """Where the rows that an engine decodes come from: jobs of prompts, with one response or a conversation for each."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,44 +30,6 @@ class SamplingJob:
         self.finished(index, conversation)
 
 
-class RowSource(Protocol):
-    """Supplies the decoder with rows in which the policy has the next turn, and receives the sampled turns."""
-
-    longest: int
-    """Maximum tokens of a row."""
-
-    @property
-    def size(self) -> int:
-        """Number of unfinished conversations, which normally bounds the number of rows in decoding."""
-
-    def add(self, job: SamplingJob) -> None:
-        """Also supply the rows of this job, after those of earlier ones."""
-
-    def order(self, row: int) -> int:
-        """Return the number of the row's job."""
-
-    def draws(self, row: int) -> Iterator[float] | None:
-        """Return the iterator over the draws of a row's tokens, which its later turns continue; None if greedy."""
-
-    def seed_of(self, row: int) -> tuple[int, int]:
-        """Return the seed of the row's job, and the row's number within the job."""
-
-    def deliver(self, index: int, turn: PolicyTurn) -> None:
-        """Receive the sampled turn of row `index`; must not block."""
-
-    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return (index, tokens so far) of each new row that needs a turn of the policy.
-
-        With `wait`, wait until there is one, or until `wake` is called.
-        """
-
-    def wake(self) -> None:
-        """End the wait of another thread in `next_rows`."""
-
-    def close(self) -> None:
-        """Abandon unfinished conversations; `next_rows` then raises CancelledError."""
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where a conversation belongs."""
@@ -75,10 +37,17 @@ class _Place:
     order: int  # number of its job
     job: SamplingJob
     index: int  # the prompt's position in the job
+    draws: dict[int, Iterator[float]] = field(default_factory=dict)  # by row
 
 
-class JobRows:
-    """The jobs of a row source. A conversation's first row is numbered in the order in which jobs are added."""
+class RowSource(ABC):
+    """Supplies the decoder with rows in which the policy has the next turn, and receives the sampled turns.
+
+    A conversation's first row is numbered in the order in which jobs are added.
+    """
+
+    longest = 0
+    """Maximum tokens of a row."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}  # by conversation
@@ -87,8 +56,31 @@ class JobRows:
 
     @property
     def size(self) -> int:
-        """Number of unfinished conversations."""
+        """Number of unfinished conversations, which normally bounds the number of rows in decoding."""
         return len(self._places)
+
+    @abstractmethod
+    def add(self, job: SamplingJob) -> None:
+        """Also supply the rows of this job, after those of earlier ones."""
+
+    @abstractmethod
+    def deliver(self, index: int, turn: PolicyTurn) -> None:
+        """Receive the sampled turn of row `index`; must not block."""
+
+    @abstractmethod
+    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+        """Return (index, tokens so far) of each new row that needs a turn of the policy.
+
+        With `wait`, wait until there is one, or until `wake` is called.
+        """
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End the wait of another thread in `next_rows`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Abandon unfinished conversations; `next_rows` then raises CancelledError."""
 
     def number(self, job: SamplingJob) -> dict[int, Prompt]:
         """Return the prompts of a new job by the numbers of their conversations."""
@@ -108,9 +100,10 @@ class JobRows:
         place = self._places[row % ROW_STEP]
         return place.job.seed, place.index + row - row % ROW_STEP
 
-    def is_greedy(self, row: int) -> bool:
-        """Return whether the row takes the most likely tokens."""
-        return self._places[row % ROW_STEP].job.greedy
+    def draws(self, row: int) -> Iterator[float] | None:
+        """Return the iterator over the draws of a row's tokens, which its later turns continue; None if greedy."""
+        place = self._places[row % ROW_STEP]
+        return None if place.job.greedy else place.draws.setdefault(row, uniform_draws(*self.seed_of(row)))
 
     def finish(self, number: int, conversation: Conversation) -> None:
         """Report a conversation that has ended."""
@@ -118,32 +111,24 @@ class JobRows:
         place.job.finish(place.index, conversation)
 
 
-class PromptSource(JobRows):
+class PromptSource(RowSource):
     """Prompts with one response each."""
 
     def __init__(self, *, max_new_tokens: int) -> None:
         super().__init__()
         self._max_new_tokens = max_new_tokens
         self._waiting: list[tuple[int, Sequence[int]]] = []
-        self.longest = 0
 
     def add(self, job: SamplingJob) -> None:
-        """Also supply the prompts of this job."""
         prompts = self.number(job)
         self._waiting += [(number, prompt.tokens.tolist()) for number, prompt in prompts.items()]
         self.longest = max([self.longest, *(len(p.tokens) + self._max_new_tokens for p in prompts.values())])
 
-    def draws(self, row: int) -> Iterator[float] | None:
-        """Return the draws of a response's tokens; None if it is greedy."""
-        return None if self.is_greedy(row) else uniform_draws(*self.seed_of(row))
-
     def deliver(self, index: int, turn: PolicyTurn) -> None:
-        """Report the response to prompt `index`."""
         place = self._places[index]
         self.finish(index, (row_of_response(place.job.prompts[place.index], turn),))
 
     def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return the prompts that were added since the last call."""
         waiting, self._waiting = self._waiting, []
         return waiting
 

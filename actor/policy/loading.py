@@ -114,20 +114,18 @@ class PolicyModels:
 
         causal.gathered = lambda function, *args: function(causal, *args)
         shard(causal, ranks, methods=["gathered"], prepare=prepare, precision=precision)
-        self._copy_weights([model for model in (self.reference, self.sampler) if model is not None])
+        copies = [model.parameters() for model in (self.reference, self.sampler) if model is not None]
+        with torch.no_grad():
+            for trained, *copied in zip(self.model.parameters(), *copies, strict=True):
+                weights = whole(trained)
+                for parameter in copied:
+                    parameter.copy_(weights)
 
     def _to_float32(self, part: Any) -> None:
         """Convert bfloat16 parameters to float32, unless LoRA freezes them."""
         for parameter in part.parameters():
             if parameter.dtype == torch.bfloat16 and not self._settings.lora_rank:
                 parameter.data = parameter.data.float()
-
-    @torch.no_grad()
-    def _copy_weights(self, copies: list[Any]) -> None:
-        for trained, *copied in zip(self.model.parameters(), *(model.parameters() for model in copies), strict=True):
-            weights = whole(trained)
-            for parameter in copied:
-                parameter.copy_(weights)
 
 
 def empty_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -247,20 +247,18 @@ class Policy:
         if len(generated) < len(rows) or not self.generation.has_policy_logprobs:
             return self.logprobs(rows)
         if self._generation_agrees is None:
-            current = [i for i, row in enumerate(rows) if self._is_current(row)][:PROOF_ROWS]
+            current = [row for row in rows if self._is_current(row)][:PROOF_ROWS]
             if current:
-                self._generation_agrees = self._logprobs_agree(
-                    [rows[i] for i in current], [generated[i] for i in current]
-                )
+                self._generation_agrees = self._logprobs_agree(current)
         return self.logprobs(rows) if self._generation_agrees is False else generated
 
     def _is_current(self, row: RolloutRow) -> bool:
         """Return whether the sampler's current weights sampled the row."""
         return row.versions is None or bool((row.versions[row.sampled] == self.generation.version).all())
 
-    def _logprobs_agree(self, rows: Sequence[RolloutRow], generated: Sequence[np.ndarray]) -> bool:
-        pairs = zip(self.logprobs(rows), generated, strict=False)
-        difference = max(float(abs(computed - from_generation).max()) for computed, from_generation in pairs)
+    def _logprobs_agree(self, rows: Sequence[RolloutRow]) -> bool:
+        pairs = zip(self.logprobs(rows), rows, strict=True)
+        difference = max(float(abs(computed - row.logprobs).max()) for computed, row in pairs)
         if difference <= MOST_DISAGREEMENT:
             return True
         logger.info(
@@ -341,7 +339,9 @@ class Policy:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Copy the inputs of `logprobs_of`, and `others`, to the device of `model` at once; return both."""
         inside = mask != 0
-        passes = shared_passes(tokens, lengths, inside) if self._shares_prompts_of(model) else None
+        # Not with sharded weights: the number of forward passes would depend on the rows, and so differ between ranks.
+        shares_prompts = self._head_is_linear and self._shares_prompts and not self._models.is_sliced(model)
+        passes = shared_passes(tokens, lengths, inside) if shares_prompts else None
         inputs = tokens, lengths, *inside.nonzero(as_tuple=True), *(passes or ())
         placed = to_device(model.device, *inputs, *others)
         return placed[: len(inputs)], placed[len(inputs) :]
@@ -365,10 +365,6 @@ class Policy:
         if entropies is None:
             return scattered(logprobs), None
         return scattered(logprobs), scattered(entropies if entropy == "gradient" else entropies.detach())
-
-    def _shares_prompts_of(self, model: Any) -> bool:
-        # Not with sharded weights: the number of forward passes would depend on the rows, and so differ between ranks.
-        return self._head_is_linear and self._shares_prompts and not self._models.is_sliced(model)
 
     def _response_logprobs(
         self,

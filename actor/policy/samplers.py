@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow
+from rlhf_triton.actor.data.sample_records import group_of, record_of
 from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.record_log import StoredRecord
 from rlhf_triton.training_engine.mailbox import Mailbox, as_tensor, value_of
 from rlhf_triton.training_engine.ranks import Operations, Ranks, dealt
 
@@ -56,9 +58,11 @@ class OtherSamplers:
             own = [indices[share.start : share.stop], sent[share.start : share.stop]]
             self._mail.send(rank, {"prompts": as_tensor(own)})
 
-        def receive(_: int, message: Mapping[str, Tensor]) -> None:
-            index, rows = value_of(message["conversation"])
-            conversation = tuple(RolloutRow.from_json(row) for row in rows)
+        def receive(_: int, message: dict[str, Tensor]) -> None:
+            header = value_of(message.pop("header"))
+            record = StoredRecord(header, {name: tensor.numpy() for name, tensor in message.items()})
+            (conversation,) = group_of(record).conversations
+            index = header["index"]
             if not generation.runner:  # the prompt was sent without text and metadata
                 conversation = tuple(replace(row, prompt=job.prompts[index]) for row in conversation)
             job.finish(index, conversation)
@@ -106,7 +110,9 @@ class OtherSamplers:
             prompts = dict(zip(indices, map(Prompt.from_json, prompt_fields), strict=True))
 
             def send(index: int, conversation: Conversation) -> None:
-                self._reply(number, {"conversation": as_tensor([index, conversation])})
+                record = record_of(Group((conversation,)), index=index)
+                arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
+                self._reply(number, {"header": as_tensor(record.header), **arrays})
 
             with self._reported():
                 respond(prompts, send, self._lane.has_next, seed=seed, greedy=greedy)

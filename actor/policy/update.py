@@ -145,7 +145,7 @@ class PolicyUpdate:
             total: sum of their weights.
             scale: factor of the loss, but not of the statistics.
         """
-        positive = 0.0 if batch.positive is None else float(batch.policy_weights[rows][batch.positive[rows]].sum())
+        positive = float(batch.policy_weights[rows][batch.positive[rows]].sum())
         unweighted = dataclasses.replace(batch, policy_weights=torch.zeros_like(batch.policy_weights))
         names: set[str] = set()
 
@@ -202,8 +202,8 @@ class PolicyUpdate:
             total=total,
             clip=method.clip,
             mask=part["mask"],
-            groups=part.get("groups", rows),
-            versions=part.get("versions", torch.full_like(rows, -1)),
+            groups=part["groups"],
+            versions=part["versions"],
             ref_logprobs=part.get("ref_logprobs"),
         )
         loss, metrics = method.loss(inputs)
@@ -242,6 +242,4 @@ class PolicyUpdate:
 
 def _rows_per_conversation(batch: PPOBatch, rows: Tensor) -> float:
     """Return the mean number of rows per conversation among the selected `rows`, bool `[B]`; 1 if none is selected."""
-    if batch.conversations is None:
-        return 1.0
     return int(rows.sum()) / max(1, batch.conversations[rows].unique().numel()) or 1.0

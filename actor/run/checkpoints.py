@@ -1,30 +1,60 @@
-"""The checkpoints of a run: the policy's, in the run's folder, and the critic's of the same step, in tritonserver."""
+"""The checkpoints of a run: the policy's, in the run's folder, and the critic's of the same step, in tritonserver.
+
+state.json also holds the digest of each file, so that a damaged checkpoint is detected and the previous one is used.
+
+    <run.dir>/checkpoints/actor/
+        <step>/{shard-...safetensors, state.json}    trained weights and optimizer, a file of each rank
+        <step>.set-aside/    skipped by a resume: damaged, or of a step that the critic never received
+"""
 
 import asyncio
 import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rlhf_triton.actor.policy.checkpoint import (
-    RunState,
-    check_checkpoint_of,
-    critic_steps,
-    reference_fingerprint,
-    restore,
-    save_checkpoint,
-    set_aside,
-    write_policy,
-)
+from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.data.prompts import StepInputs
+from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import actor_checkpoints
-from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
-from rlhf_triton.store.durable import sweep
-from rlhf_triton.store.sealed_folder import DamagedCheckpoint, saved_steps
+from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, write_folder, write_json
+from rlhf_triton.store.sealed_folder import DamagedCheckpoint, read_state, saved_steps, set_aside, write_sealed
 from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
+WAY_OUT = "or start a run in another folder (run.dir)"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The mutable state of a run that a checkpoint saves and restores."""
+
+    policy: Policy
+    shaper: RewardShaper
+    kl: KLControl
+    inputs: StepInputs
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers that a step changes."""
+        return {
+            "optimizer_step": self.policy.trained.optimizer_step,
+            "kl_coef": self.kl.coef,
+            "reward_moments": self.shaper.moments.state(),
+        }
+
+    def restore(self, folder: Path, numbers: Mapping[str, Any]) -> None:
+        """Load the trained weights and the optimizer in `folder`, and the numbers of the same step."""
+        self.policy.trained.load(folder, numbers["optimizer_step"])
+        if self.kl.target is not None:  # a fixed one is as configured now
+            self.kl.coef = numbers["kl_coef"]
+        self.shaper.moments = RunningMoments(*numbers["reward_moments"])
 
 
 class RunCheckpoints:
@@ -40,10 +70,7 @@ class RunCheckpoints:
         self._folder = actor_checkpoints(config.run.dir)
         self._state = state
         self._critic = critic
-        self._reference = {
-            "reference": str(config.reference.model),
-            "reference_fingerprint": reference_fingerprint(config, state.policy),
-        }
+        self._reference = reference_of(config, state.policy)
 
     async def resume(self) -> int:
         """Restore the newest intact checkpoint and rewind the critic to it; return its step, 0 for a new run.
@@ -56,7 +83,8 @@ class RunCheckpoints:
         step, state = await self._newest_usable()
         set_log_position(step=step)
         if state:
-            restore(self._folder / str(step), state, self._state)
+            self._state.restore(self._folder / str(step), state)
+            self._state.inputs.restore(step, state)
             logger.info("resuming from the checkpoint of step %d", step)
             if step >= self._settings.steps:
                 logger.warning(
@@ -72,17 +100,13 @@ class RunCheckpoints:
         A run that ended during an outage may have left a checkpoint of a step that the critic never received.
         Checkpoints newer than the returned one are set aside.
         """
-        steps = saved_steps(self._folder)
+        steps = self.steps()
         skipped: dict[int, str] = {}  # step of a skipped checkpoint -> reason
         for step in reversed(steps):
+            folder, reference = self._folder / str(step), self._reference["reference_fingerprint"]
             try:
-                state = await asyncio.to_thread(
-                    check_checkpoint_of,
-                    self._state.policy,
-                    self._folder / str(step),
-                    reference=self._reference["reference_fingerprint"],
-                )
-                await self._critic.rewind(state["critic_step"])
+                state = await asyncio.to_thread(check_checkpoint_of, self._state.policy, folder, reference=reference)
+                await self._critic.rewind(step)
             except DamagedCheckpoint as error:
                 if step == steps[0]:
                     raise CheckpointError(
@@ -96,7 +120,9 @@ class RunCheckpoints:
                 skipped[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
             else:
                 for newer, reason in skipped.items():
-                    aside = set_aside(self._folder, newer)
+                    for older in self._folder.glob("*.set-aside"):
+                        remove_folder(older)
+                    aside = set_aside(self._folder / str(newer), f"{newer}.set-aside")
                     logger.warning("%s; kept as %s, resuming from step %d instead", reason, aside.name, step)
                 return step, state
         await self._critic.rewind(0)
@@ -111,16 +137,10 @@ class RunCheckpoints:
 
         `keep`: number of newest checkpoints to keep; default: `actor.keep_checkpoints`.
         """
-        state = {
-            "step": step,
-            "run_id": self._run_id,
-            "critic_step": step,
-            "weights_version": self._critic.weights_version,
-            **self._reference,
-        }
+        about = {"run_id": self._run_id, "weights_version": self._critic.weights_version, **self._reference}
         keep = keep or self._settings.keep_checkpoints
-        await asyncio.to_thread(save_checkpoint, self._folder, self._state, state, keep=keep)
-        self._critic.start_save(step, critic_steps(self._folder))
+        await asyncio.to_thread(save_checkpoint, self._folder, self._state, step, about, keep=keep)
+        self._critic.start_save(step, self.steps())
 
     async def save_last(self, step: int) -> None:
         """Write the files of a run that stops after `step`: its checkpoint, unless it exists, and `policy/`.
@@ -133,8 +153,81 @@ class RunCheckpoints:
 
     async def finish(self, step: int) -> None:
         """Wait until the critic's saves are done, and write the policy after `step`, the run's last, to `policy/`."""
-        await self._critic.finish_saves(critic_steps(self._folder))
+        await self._critic.finish_saves(self.steps())
         await self._write_policy(step)
 
     async def _write_policy(self, step: int) -> None:
         await asyncio.to_thread(write_policy, self._state.policy, self._dir / "policy", {"step": step})
+
+
+def save_checkpoint(root: Path, run: RunState, step: int, about: Mapping[str, Any], *, keep: int) -> None:
+    """Write the checkpoint of `step` and delete all but the `keep` newest checkpoints.
+
+    `about`: further entries of state.json.
+    """
+    policy = run.policy
+    state = {
+        "step": step,
+        **about,
+        **run.inputs.state(step),
+        **run.numbers(),
+        "settings": policy.trained.settings,
+        "start": str(policy.settings.model),
+        "start_fingerprint": policy.fingerprint,
+    }
+    write_sealed(root / str(step), state, policy.trained.save)
+    for old in numbers_in(root)[:-keep]:
+        remove_folder(root / str(old))
+    sweep(root)
+
+
+def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None = None) -> dict[str, Any]:
+    """Verify that a checkpoint is intact and fits `policy` and its settings; return its saved state.
+
+    Args:
+        reference: the `reference_fingerprint` of this run; None: not compared.
+
+    Raises:
+        DamagedCheckpoint: a file is missing or differs from what was written.
+        CheckpointError: it was saved with a different `actor.policy.model` or `reference.model`, or with
+            a different setting that is fixed, see `config.trained_model.Resume`.
+    """
+    policy.trained.verify(folder)
+    state = read_state(folder)
+    if state["start_fingerprint"] != policy.fingerprint:
+        raise CheckpointError(
+            f"{folder} was saved by a run that started from {state['start']}, but actor.policy.model is now "
+            f"{policy.settings.model}, which has different weights: the KL would be measured against a different "
+            f"reference; set actor.policy.model back, {WAY_OUT}"
+        )
+    if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
+        raise CheckpointError(
+            f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
+            f"has different weights now; set it back, {WAY_OUT}"
+        )
+    policy.trained.changed(state["settings"], folder)
+    return state
+
+
+def reference_of(config: RunConfig, policy: Policy) -> dict[str, str | None]:
+    """Return the reference's folder and the fingerprint of its weights.
+
+    The fingerprint is None if there is no KL, or the weights are not accessible.
+    """
+    kl, folder = config.actor.kl, config.reference.model
+    fingerprint = None
+    if kl.serves_reference:
+        fingerprint = fingerprint_weights(folder) if folder.is_dir() else None
+    elif kl.uses_reference:
+        fingerprint = policy.fingerprint
+    return {"reference": str(folder), "reference_fingerprint": fingerprint}
+
+
+def write_policy(policy: Policy, folder: Path, about: Mapping[str, Any]) -> None:
+    """Write the policy to `folder`, and `about` to a JSON file in it, named after the folder."""
+
+    def fill(staging: Path) -> None:
+        policy.save(staging)
+        write_json(staging / f"{folder.name}.json", about)
+
+    write_folder(folder, fill)

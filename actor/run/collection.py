@@ -3,12 +3,14 @@
 Each group is a coroutine. Its responses wait for each other only if a reward function is groupwise.
 """
 
+from __future__ import annotations
+
 import asyncio
-import contextlib
+import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +20,15 @@ from rlhf_triton.actor.algorithms.advantages import subtract_mean
 from rlhf_triton.actor.algorithms.batch import apply_truncation
 from rlhf_triton.actor.data.compute import MAX_CONCURRENT, ComputeThread, cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow, conversations_of, failure_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import (
+    Conversation,
+    Group,
+    RolloutRow,
+    conversations_of,
+    failure_of,
+    rows_of,
+    scores_of,
+)
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.sampling import PolicySampling
@@ -29,21 +39,6 @@ from rlhf_triton.wire.contract import VersionRange
 
 T = TypeVar("T")
 MAX_RESCORES = 3  # per group; a swap during scoring causes one, so more than one is rare
-
-
-@dataclass
-class GroupInFlight:
-    """A group whose responses are being sampled or scored."""
-
-    ended: list[asyncio.Future[Conversation]]
-    versions: asyncio.Future[VersionRange | None]
-    """When it completes, scoring may start; its result is the critic versions that requests demand, None for any."""
-    scoring: "GroupScoring"
-    scored: asyncio.Task[list[Conversation]]
-
-    async def cancel(self) -> None:
-        """Stop scoring."""
-        await cancel_all([self.scored, *self.scoring.requests])
 
 
 class Collector:
@@ -81,11 +76,9 @@ class Collector:
             future.set_result(conversation)
         return self._in_flight(ended)
 
-    def _in_flight(self, ended: list[asyncio.Future[Conversation]]) -> GroupInFlight:
+    def _in_flight(self, ended: Sequence[asyncio.Future[Conversation]]) -> GroupInFlight:
         served = self._reference if isinstance(self._reference, ServedReference) else None
-        versions: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
-        scoring = GroupScoring(self.scorer, served, versions, self._starting, group_size=len(ended))
-        return GroupInFlight(ended, versions, scoring, asyncio.create_task(scoring.score_group(ended)))
+        return GroupInFlight(self.scorer, served, self._starting, ended)
 
     async def complete(
         self, groups: Sequence[GroupInFlight], *, timers: Timers, with_logprobs: bool = False
@@ -123,8 +116,8 @@ class Collector:
         finally:
             for group in groups:
                 await group.cancel()
-        for name in {name for group in groups for name in group.scoring.spans}:
-            spans = [group.scoring.spans[name] for group in groups if name in group.scoring.spans]
+        for name in {name for group in groups for name in group.spans}:
+            spans = [group.spans[name] for group in groups if name in group.spans]
             timers.add_span(name, min(start for start, _ in spans), max(end for _, end in spans))
         next_rows = iter(rows)
         return [
@@ -147,36 +140,40 @@ def _with_logprobs(scored: RolloutRow, row: RolloutRow) -> RolloutRow:
     return replace(scored, policy_logprobs=row.policy_logprobs, ref_logprobs=ref)
 
 
-class GroupScoring:
-    """Scores a group while other responses are generated. Create it on the event loop."""
+class GroupInFlight:
+    """A group whose responses are being sampled or scored. Create it on the event loop."""
 
     def __init__(
         self,
         scorer: Scorer,
         reference: ServedReference | None,
-        versions: asyncio.Future[VersionRange | None],
         starting: asyncio.Semaphore,
-        *,
-        group_size: int,
+        ended: Sequence[asyncio.Future[Conversation]],
     ) -> None:
         """
         Args:
-            versions: see `GroupInFlight`.
             starting: limits the requests that start at the same time.
-            group_size: see `Collector.start`.
+            ended: each completes when a conversation of the group has ended.
         """
-        self._scorer = scorer
-        self._reference = reference
-        self._versions = versions
-        self._starting = starting
-        self._unit_size = group_size if scorer.reward.groupwise else 1
-        self.requests = set[asyncio.Task[Any]]()
+        self.ended = ended
+        self.versions: asyncio.Future[VersionRange | None] = asyncio.get_running_loop().create_future()
+        """When it completes, scoring starts and demands these versions of the critic; None: any."""
         self.spans: dict[str, tuple[float, float]] = {}
         """By phase, `scoring` or `init_logprobs`: `time.monotonic` of its first request and its last response."""
+        self._scorer = scorer
+        self._reference = reference
+        self._starting = starting
+        self._unit_size = len(ended) if scorer.reward.groupwise else 1
+        self._requests = set[asyncio.Task[Any]]()
+        self.scored = asyncio.create_task(self._score_group())
 
-    async def score_group(self, ended: Sequence[asyncio.Future[Conversation]]) -> list[Conversation]:
-        """Wait for the conversations of a group to end; return them scored by one version of the reward model."""
-        units = [ended[i : i + self._unit_size] for i in range(0, len(ended), self._unit_size)]
+    async def cancel(self) -> None:
+        """Stop scoring."""
+        await cancel_all([self.scored, *self._requests])
+
+    async def _score_group(self) -> list[Conversation]:
+        """Wait for the conversations of the group to end; return them scored by one version of the reward model."""
+        units = [self.ended[i : i + self._unit_size] for i in range(0, len(self.ended), self._unit_size)]
         scored = await asyncio.gather(*map(self._score_unit, units))
         return await self._with_one_version([*itertools.chain(*scored)])
 
@@ -186,35 +183,30 @@ class GroupScoring:
         scores = self._start_request(self._score(conversations))
         if self._reference is None:
             return await scores
-        logprobs = self._start_request(self._reference_logprobs(self._reference, rows_of(conversations)))
+        request = functools.partial(self._reference.request_logprobs, rows_of(conversations))
+        logprobs = self._start_request(self._timed("init_logprobs", request))
         scored, ref_logprobs = await asyncio.gather(scores, logprobs)
         remaining = iter(ref_logprobs)
         return [tuple(_with_reference(row, next(remaining)) for row in conversation) for conversation in scored]
 
     def _start_request(self, request: Coroutine[Any, Any, list[T]]) -> asyncio.Task[list[T]]:
         task = asyncio.create_task(request)
-        self.requests.add(task)
+        self._requests.add(task)
         return task
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
-        versions = await asyncio.shield(self._versions)  # cancelling one request must not cancel the future
-        async with self._request("scoring"):
-            return await self._scorer.score(conversations, self._unit_size, versions=versions)
+        versions = await asyncio.shield(self.versions)  # cancelling one request must not cancel the future
+        score = functools.partial(self._scorer.score, conversations, self._unit_size, versions=versions)
+        return await self._timed("scoring", score)
 
-    async def _reference_logprobs(
-        self, reference: ServedReference, rows: Sequence[RolloutRow]
-    ) -> list[np.ndarray | str]:
-        async with self._request("init_logprobs"):
-            return await reference.request_logprobs(rows)
-
-    @contextlib.asynccontextmanager
-    async def _request(self, name: str) -> AsyncIterator[None]:
-        """Let the event loop handle responses and signals, then record the span of the request in the block."""
+    async def _timed(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
+        """Let the event loop handle responses and signals, then send the request; record its span."""
         async with self._starting:
             await asyncio.sleep(0)
         start = time.monotonic()
-        yield
+        result = await request()
         self.spans[name] = min(self.spans.get(name, (start, 0.0))[0], start), time.monotonic()
+        return result
 
     async def _with_one_version(self, conversations: list[Conversation]) -> list[Conversation]:
         """Score the conversations again until one version of a live reward model has scored all; return them.
@@ -225,7 +217,7 @@ class GroupScoring:
         for _ in range(MAX_RESCORES):
             if len(_reward_versions(conversations)) < 2:
                 return conversations
-            again = await self._scorer.score(conversations, self._unit_size, versions=self._versions.result())
+            again = await self._scorer.score(conversations, self._unit_size, versions=self.versions.result())
             conversations = [tuple(map(_with_new_reward, *pair)) for pair in zip(conversations, again, strict=True)]
         failure = (
             f"the reward model's version changed more than {MAX_RESCORES} times while the rows of a group were scored"
@@ -241,8 +233,7 @@ class GroupScoring:
 
 def _reward_versions(conversations: Sequence[Conversation]) -> set[int]:
     """Return the versions of a live reward model that scored the conversations; empty for any other reward."""
-    versions = (conversation[-1].score.reward_version for conversation in conversations if not failure_of(conversation))
-    return {version for version in versions if version is not None}
+    return {score.reward_version for score in scores_of(conversations) if score.reward_version is not None}
 
 
 def _with_new_reward(row: RolloutRow, again: RolloutRow) -> RolloutRow:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, failure_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, scores_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.metrics import has_signal
 from rlhf_triton.config import ActorSection, AlgorithmSection
@@ -130,7 +130,7 @@ class ConstantTerms:
         """Record the rewards of a step; after the last of the first steps, warn of each term with a single value."""
         if self._num_steps_seen >= self._steps:
             return
-        scores = [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
+        scores = scores_of(conversations)
         self._num_steps_seen, self._rows = self._num_steps_seen + 1, self._rows + len(scores)
         for score in scores:
             for name, value in (score.components or {"": score.reward}).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -188,10 +189,8 @@ class Timers:
 
     def __init__(self, step: int | None = None) -> None:
         self._step = step
-        self.seconds: dict[str, float] = {}
-        self.spans: list[tuple[str, float, float]] = []  # phase, start, end; seconds since the epoch
+        self.spans: list[tuple[str, float, float]] = []  # phase, start, end; `time.monotonic` values
         self._start = time.monotonic()
-        self._epoch = time.time() - self._start  # offset from the monotonic clock to wall time
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -205,24 +204,24 @@ class Timers:
 
     def add_span(self, name: str, start: float, end: float) -> None:
         """Add a span measured elsewhere; `start` and `end` are `time.monotonic` values."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + end - start
-        self.spans.append((name, self._epoch + start, self._epoch + end))
-
-    def include(self, other: Timers) -> None:
-        """Add the phases of `other`, which timed another part of the step."""
-        for name, seconds in other.seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self.spans += other.spans
+        self.spans.append((name, start, end))
 
     def append_spans(self, run_dir: Path) -> None:
         """Append the phases of the step to `TIMELINE_FILE` in `run_dir`; times in seconds since the epoch."""
-        lines = ({"step": self._step, "phase": name, "start": start, "end": end} for name, start, end in self.spans)
+        epoch = time.time() - time.monotonic()
+        lines = (
+            {"step": self._step, "phase": name, "start": epoch + start, "end": epoch + end}
+            for name, start, end in self.spans
+        )
         append_jsonl(run_dir / TIMELINE_FILE, lines)
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds of each phase as `timers/<name>`, and of the whole step as `timers/step_time`."""
-        phases = {**self.seconds, "step_time": time.monotonic() - self._start}
-        return {f"timers/{name}": value for name, value in phases.items()}
+        phases = collections.defaultdict[str, float](float)
+        for name, start, end in self.spans:
+            phases[name] += end - start
+        phases["step_time"] = time.monotonic() - self._start
+        return {f"timers/{name}": seconds for name, seconds in phases.items()}
 
 
 class ActorMetrics:

@@ -14,8 +14,8 @@ from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of
-from rlhf_triton.actor.policy.checkpoint import RunState
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of, scores_of
+from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.learning_warnings import LearningWarnings
 from rlhf_triton.actor.run.metrics import (
     TIMELINE_FILE,
@@ -97,7 +97,7 @@ class Recorder:
             **metrics,
             "train_rollouts/masked_samples": float(num_failed),
             **self._critic_metrics(conversations, step),
-            "train_rollouts/consumed_samples": self._state.inputs.positions_after(step).prompts,
+            "train_rollouts/consumed_samples": self._state.inputs.positions[step].prompts,
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._counters).items()},
@@ -126,14 +126,14 @@ class Recorder:
         )
         if failed := describe_failures(everything):
             logger.warning("step %d: %s", step, failed)
-        contributing = await asyncio.to_thread(_contributing_conversations, batch)
-        self._warnings.check(step, line, conversations, contributing)
+        contributing = await asyncio.to_thread(lambda: batch.conversations[batch.policy_weights.any(-1)].tolist())
+        self._warnings.check(step, line, conversations, {*contributing})
         return kl_per_sequence
 
     def _critic_metrics(self, conversations: Sequence[Conversation], step: int) -> dict[str, Metric]:
         if not self._critic.is_trained:
             return {}
-        versions = [conversation[-1].score.version for conversation in conversations if not failure_of(conversation)]
+        versions = [score.version for score in scores_of(conversations)]
         staleness = self._critic.staleness(versions, step)
         return {**staleness, "client/failed_critic_updates": float(self._critic.num_failed_updates)}
 
@@ -171,9 +171,3 @@ class Recorder:
             "failed_critic_updates": self._critic.num_failed_updates,
             **await self.validations.last_explained_variance(scorer),
         }
-
-
-def _contributing_conversations(batch: PPOBatch) -> set[int]:
-    """Return the indices of the conversations that contribute to the policy's update."""
-    assert batch.conversations is not None
-    return {*batch.conversations[batch.policy_weights.any(-1)].tolist()}

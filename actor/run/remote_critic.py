@@ -37,7 +37,7 @@ class RemoteCritic:
         self._version_steps = VersionSteps(0, 0, every=publish_every, manifest_step=self._manifest_step)
         self._in_flight: dict[int, asyncio.Task[int | None]] = {}  # updates, by step
         self._sent: dict[int, asyncio.Future[None]] = {}  # steps that are waited for, before they are sent
-        self._saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
+        self._saves: list[asyncio.Task[None]] = []
         self._unsaved: int | None = None  # newest step whose save failed
 
     async def rewind(self, step: int) -> None:
@@ -107,7 +107,6 @@ class RemoteCritic:
     def start_save(self, step: int, keep_steps: list[int]) -> None:
         """Start the save of the critic's checkpoint of `step`; of older ones, those of `keep_steps` are kept."""
         if self.is_trained:
-            self._saves = [save for save in self._saves if not _succeeded(save)]
             self._saves.append(asyncio.create_task(self._save(step, keep_steps)))
 
     async def _save(self, step: int, keep_steps: list[int]) -> None:
@@ -141,7 +140,3 @@ class RemoteCritic:
     async def cancel(self) -> None:
         """Stop waiting for updates and saves; the server still trains the updates that its journal has accepted."""
         await cancel_all([*self._in_flight.values(), *self._saves])
-
-
-def _succeeded(save: asyncio.Task[None]) -> bool:
-    return save.done() and not save.cancelled() and save.exception() is None

@@ -17,18 +17,19 @@ from rlhf_triton.actor.algorithms.batch import critic_payload, make_batch
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
-from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
+from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, conversations_of, rows_of
 from rlhf_triton.actor.data.sample_records import describe_damage, group_of
-from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, reference_fingerprint, save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of, reference_of, save_checkpoint
 from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, samples_of
-from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, state_of, step_record
-from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, step_record
+from rlhf_triton.actor.run.settings import actor_checkpoints, started_with
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference, openings_of, segments
+from rlhf_triton.store.durable import numbers_in
+from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
@@ -61,16 +62,18 @@ class Replay:
         self._checkpoints, self._folder = actor_checkpoints(run_dir), samples_of(run_dir)
         if not run_dir.is_dir():
             raise RlhfError(f"{run_dir} is missing: name the folder of a run")
-        if not segments(self._folder):
+        if not numbers_in(self._folder):
             raise RlhfError(f"{self._folder} has no samples, so no step of this run can be replayed")
         self.start = max((saved for saved in saved_steps(self._checkpoints) if saved < first), default=0)
         self._steps = range(self.start + 1, last + 1)
         self._found = find_steps(self._folder, self.start + 1, last)
         missing = [step for step in self._steps if step not in self._found.steps]
         if missing:
+            newest = started_with(run_dir)
+            num_kept = "" if newest is None else f" ({newest.actor.keep_checkpoints})"
             raise self._damage_to(missing[0]) or RlhfError(
                 f"{self._folder} lacks step {missing[0]}, which a replay of step {first} needs "
-                f"({_origin(self.start)}): it was never complete, or actor.keep_checkpoints{self._num_kept()} no "
+                f"({self.origin}): it was never complete, or actor.keep_checkpoints{num_kept} no "
                 f"longer keeps it; {self._choice()}"
             )
 
@@ -84,12 +87,6 @@ class Replay:
             if not where:
                 found = found or error
         return found
-
-    def _num_kept(self) -> str:
-        """Return the value of `actor.keep_checkpoints` in parentheses; "" if all openings are damaged."""
-        openings = openings_of(self._folder, lambda _: None)
-        newest = max(openings, default=None)
-        return "" if newest is None else f" ({openings[newest]['settings']['actor']['keep_checkpoints']})"
 
     def _choice(self) -> str:
         """Return which steps can be replayed: those after a checkpoint, or after the start, without a gap."""
@@ -105,24 +102,24 @@ class Replay:
 
     def run(self) -> Iterator[ReplayedStep]:
         """Replay step by step; end after the first one that differs."""
-        opening = self._found.openings[self._steps[0]]
+        settings = self._found.step(self._steps[0]).header["settings"]
         checkpoint = self._checkpoints / str(self.start) if self.start else None
-        self._load(_settings_of(opening), checkpoint)
+        self._load(_valid(settings), checkpoint)
         for step in self._steps:
-            if self._found.openings[step]["settings"] != opening["settings"]:  # the run has resumed with others
-                opening = self._found.openings[step]
-                with tempfile.TemporaryDirectory() as folder:
-                    self._policy.trained.save(folder)
-                    self._load(_settings_of(opening), Path(folder), self._state())
-            self.environment = opening["environment"]
-            start = time.monotonic()
             recorded = self._found.step(step)
+            if recorded.header["settings"] != settings:  # the run has resumed with others
+                settings = recorded.header["settings"]
+                with tempfile.TemporaryDirectory() as folder:
+                    self._state.policy.trained.save(folder)
+                    self._load(_valid(settings), Path(folder), self._state.numbers())
+            self.environment = recorded.header["environment"]
+            start = time.monotonic()
             replayed, rows, payload = self._train(recorded.header)
-            trained = self._policy.trained
+            trained = self._state.policy.trained
             names = {"weights": sorted(trained.weights()), "optimizer": sorted(trained.state())}
             difference = difference_of(recorded, replayed, rows, names)
             has_weights = bool(recorded.arrays["weights"].size)
-            packed = None if payload is None else train_payload(payload, Limits(self._policy.vocab_size))
+            packed = None if payload is None else train_payload(payload, Limits(self._state.policy.vocab_size))
             yield ReplayedStep(step, difference, packed, has_weights, time.monotonic() - start)
             if difference:
                 return
@@ -130,22 +127,12 @@ class Replay:
     @property
     def origin(self) -> str:
         """Where the replay starts, for a line of the report."""
-        return _origin(self.start)
+        return f"from the checkpoint of step {self.start}" if self.start else "from the start of the run"
 
     def save(self, config: RunConfig) -> None:
         """Write the state after the last step as a checkpoint of a new run, whose settings are `config`."""
-        step = self._steps[-1]
-        inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
-        about = {
-            "step": step,
-            "run_id": config.run.identity,
-            "critic_step": step,
-            "weights_version": 0,
-            "reference": str(config.reference.model),
-            "reference_fingerprint": reference_fingerprint(config, self._policy),
-        }
-        state = RunState(self._policy, self._shaper, self._kl, inputs)
-        save_checkpoint(actor_checkpoints(config.run.dir), state, about, keep=1)
+        about = {"run_id": config.run.identity, "weights_version": 0, **reference_of(config, self._state.policy)}
+        save_checkpoint(actor_checkpoints(config.run.dir), self._state, self._steps[-1], about, keep=1)
 
     def differing_environment(self) -> list[str]:
         """Return a line for each part of the environment that is not as it was in the run."""
@@ -156,12 +143,12 @@ class Replay:
             if self.environment.get(name) != now.get(name)
         ]
 
-    def _load(self, config: RunConfig, checkpoint: Path | None, state: Mapping[str, Any] | None = None) -> None:
+    def _load(self, config: RunConfig, checkpoint: Path | None, numbers: Mapping[str, Any] | None = None) -> None:
         """Create the policy under these settings.
 
         Args:
             checkpoint: with the trained weights; None: as at the start of the run.
-            state: from `state_of`; default: that of the checkpoint, which is verified.
+            numbers: from `RunState.numbers`; default: those of the checkpoint, which is verified.
         """
         actor = config.actor
         torch.set_num_threads(actor.threads)
@@ -169,32 +156,28 @@ class Replay:
         self.config = config
         self._method = Method.from_settings(actor.algorithm, actor.kl)
         torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, as in the run
-        self._policy = Policy(actor, longest_row=config.longest_row)
-        self._update = PolicyUpdate(actor, self._policy, self._method)
-        self._shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
-        self._kl = KLControl(actor.kl.coef, target=actor.kl.target)
+        policy = Policy(actor, longest_row=config.longest_row)
+        self._update = PolicyUpdate(actor, policy, self._method)
+        shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
+        kl = KLControl(actor.kl.coef, target=actor.kl.target)
+        inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
+        self._state = RunState(policy, shaper, kl, inputs)
         if checkpoint is not None:
-            state = state or check_checkpoint_of(self._policy, checkpoint)
-            self._policy.trained.load(checkpoint, state["optimizer_step"])
-            if self._kl.target is not None:
-                self._kl.coef = state["kl_coef"]
-            self._shaper.moments = RunningMoments(*state["reward_moments"])
-
-    def _state(self) -> dict[str, Any]:
-        return state_of(self._policy, self._shaper, self._kl)
+            self._state.restore(checkpoint, numbers or check_checkpoint_of(policy, checkpoint))
 
     def _train(self, header: Mapping[str, Any]) -> tuple[StoredRecord, list[RolloutRow], dict[str, np.ndarray] | None]:
         """Train on the groups of a step; return its record, the rows that the policy learned from, and the payload.
 
         `header`: of the recorded step. As `TrainingRun.one_step`.
         """
-        step, before, environment = header["step"], self._state(), self.config.environment
+        state, step, environment = self._state, header["step"], self.config.environment
+        before = state.numbers()
         groups = [group_of(self._found.group(step, number)) for number in header["groups"]]
         batch = make_batch(
             groups,
             self._method,
-            self._shaper,
-            kl_coef=self._kl.coef,
+            state.shaper,
+            kl_coef=state.kl.coef,
             truncated="score" if environment is None else environment.truncated,
             num_dropped=header["num_dropped"],
         )
@@ -205,24 +188,20 @@ class Replay:
         batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
         update: dict[str, float] = {}
         if step > self.config.actor.algorithm.critic_warmup_steps:
-            metrics = rollout_metrics(kept, batch, kl_coef=self._kl.coef)
-            update = self._update.run(batch, seed=header["seed"], kl_coef=self._kl.coef)
+            metrics = rollout_metrics(kept, batch, kl_coef=state.kl.coef)
+            update = self._update.run(batch, seed=header["seed"], kl_coef=state.kl.coef)
             kl_per_sequence = metrics.get("train_rollouts/init_policy_kl_per_sequence")
             if kl_per_sequence is not None:
-                self._kl.update(kl_per_sequence, len(conversations))
+                state.kl.update(kl_per_sequence, len(conversations))
         results = StepResults(batch, header["num_dropped"], payload, update, self._update.old_logprobs)
-        about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": self._state()}
-        return step_record(self._policy, step, results, **about), rows, payload
+        about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": state.numbers()}
+        return step_record(state.policy, step, results, **about), rows, payload
 
 
-def _origin(step: int) -> str:
-    return f"from the checkpoint of step {step}" if step else "from the start of the run"
-
-
-def _settings_of(opening: Mapping[str, Any]) -> RunConfig:
-    """Return the settings of an opening. Raises RlhfError if this version does not know them."""
+def _valid(settings: Mapping[str, Any]) -> RunConfig:
+    """Return the settings that a step was recorded with. Raises RlhfError if this version does not know them."""
     try:
-        return RunConfig.model_validate(opening["settings"])
+        return RunConfig.model_validate(settings)
     except ValueError as error:
         raise RlhfError(
             f"the run was recorded with settings that are invalid here: {reason_of(error)}; replay it with the version "

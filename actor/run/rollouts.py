@@ -111,7 +111,7 @@ class Rollouts:
         if count <= 0:
             return
         size = self._settings.algorithm.responses_per_prompt
-        start = self._in_flight[-1][1] if self._in_flight else self.inputs.positions_after(step - 1 + bool(repeat))
+        start = self._in_flight[-1][1] if self._in_flight else self.inputs.positions[step - 1 + bool(repeat)]
         prompts = await self._collector.in_thread(self.inputs.read, count, start)
         check_columns(self._collector.scorer.reward, [prompt for prompt, _ in prompts])
         started = dict[int, GroupInFlight]()  # by number

@@ -7,7 +7,7 @@ from typing import Any
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, max_positions, read_config, stable_length
-from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, same_tokenizer
+from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare_text, same_tokenizer
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection
 
@@ -57,7 +57,7 @@ def check_renderings(
     limit = _limit(config.reward)
     longest, why = config.longest_row
     counts = _reward_refuses(config) and config.reward.template is None
-    in_policy = len(tokenizer(REPLY, add_special_tokens=False)["input_ids"])
+    in_policy = len(encode_bare_text(tokenizer, REPLY))
     for prompt in prompts:
         size = size_of(prompt)
         if size > limit:

@@ -9,11 +9,9 @@ import importlib.metadata
 import logging
 import os
 import platform
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,26 +19,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlhf_triton.actor.algorithms.losses import KLControl
-from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.data.sample_records import group_of, record_of
-from rlhf_triton.actor.policy.checkpoint import RunState
 from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.recorded_steps import (
     OLD_LOGPROBS,
     SAMPLED,
     STEP,
     STORED_TENSOR,
     find_sampled,
-    first_segment,
     samples_of,
 )
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
-from rlhf_triton.digests import short_digest
-from rlhf_triton.store.record_log import DamagedRecord, RecordLog, StoredRecord, openings_of
+from rlhf_triton.digests import json_digest, short_digest
+from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.record_log import RecordLog, StoredRecord
 from rlhf_triton.store.sealed_folder import saved_steps
 
 logger = logging.getLogger(__name__)
@@ -67,52 +63,42 @@ class SampleJournal:
         self._checkpoints = actor_checkpoints(config.run.dir)
         self._keep, self._ahead = config.actor.keep_checkpoints, config.actor.max_off_policy_steps
         self._step = 0  # the newest step
-        self._fixed: dict[str, Any] = {
-            "kind": "opening",
-            "settings": config.model_dump(mode="json"),
-            "environment": environment_of(),
+        self._settings, self._environment = config.model_dump(mode="json"), environment_of()
+        actor = self._settings["actor"]
+        decisive = {
+            **{name: actor[name] for name in ("generation", "prompts")},
+            "responses_per_prompt": config.actor.algorithm.responses_per_prompt,
+            "environment": self._settings["environment"],
             "sources": {"policy": state.policy.fingerprint, **state.inputs.fingerprints},
         }
+        self._sampling = json_digest(decisive)
+        self._sampled: list[StoredRecord] = []  # by an earlier process, and not trained
         self._pending: list[Future[None]] = []
         self._log: RecordLog | None = None
 
     def resume(self, step: int) -> None:
-        """Continue after `step`; what is recorded of later steps is void. A damaged journal is set aside.
-
-        Raises:
-            RlhfError: the newest segment is not of this format.
-        """
+        """Continue after `step`; delete what is recorded of later steps, except what `sampled` has returned."""
         self._step = step
-        try:
-            self._log = self._open(step)
-        except DamagedRecord as error:
-            aside = self._folder.with_name(f"{self._folder.name}.set-aside")
-            shutil.rmtree(aside, ignore_errors=True)
-            self._folder.rename(aside)
-            logger.warning("%s; kept as %s: steps up to %d cannot be replayed", error, aside.name, step)
-            self._log = self._open(step)
-
-    def _open(self, step: int) -> RecordLog:
-        sessions = [opening["session"] for opening in openings_of(self._folder).values()]
-        self._fixed |= {"session": max(sessions, default=0) + 1, "resumed": step}
-        return RecordLog(self._folder, self._opening(step))
-
-    def _opening(self, step: int) -> Mapping[str, Any]:
-        return {**self._fixed, "step": step, "first": self._state.inputs.positions_after(step).prompts}
+        self._log = RecordLog(self._folder)
+        if self._sampled:
+            self._log.append(step, lambda: self._sampled).result()
+        self._log.remove(lambda recorded: recorded > step)
 
     def add_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Record the groups of a step, in the order of their prompts, before its batch is made."""
-        first = self._state.inputs.positions_after(step - 1).prompts
+        first = self._state.inputs.positions[step - 1].prompts
         self._step = step
-        self._before = self._state_now()
+        self._before = self._state.numbers()
         self._numbers = [*range(first, first + len(groups))]
         self._seed = self._state.inputs.seed_of(step)
-        for number, group in zip(self._numbers, groups, strict=True):
-            self._append(partial(record_of, group, step=step, number=number, seed=self._seed))
+        about = {"step": step, "seed": self._seed}
+        pairs = [*zip(self._numbers, groups, strict=True)]
+        self._append(step, lambda: [record_of(group, number=number, **about) for number, group in pairs])
 
     def add_sampled(self, number: int, seed: int, group: Group) -> None:
         """Record a group as it was sampled, not scored; `number`: its place in the order of prompts."""
-        self._append(partial(record_of, group, kind=SAMPLED, step=self._step, number=number, seed=seed))
+        about = {"kind": SAMPLED, "step": self._step, "number": number, "seed": seed, "sampling": self._sampling}
+        self._append(self._step, lambda: [record_of(group, **about)])
 
     def sampled(self, step: int) -> dict[int, tuple[int, Group]]:
         """Return the seed and the group, by number, of groups that a run that resumes after `step` need not sample.
@@ -121,13 +107,12 @@ class SampleJournal:
         """
         if not self._ahead:
             return {}
-        first = self._state.inputs.positions_after(step).prompts
+        first = self._state.inputs.positions[step].prompts
         try:
-            records = find_sampled(self._folder, step, first=first, ahead=self._ahead, opening=self._fixed)
-        except DamagedRecord as error:
+            self._sampled = find_sampled(self._folder, step, first=first, ahead=self._ahead, sampling=self._sampling)
+        except RlhfError as error:
             logger.warning("%s; groups that were in flight are sampled again", error)
-            return {}
-        return {record.header["number"]: (record.header["seed"], group_of(record)) for record in records}
+        return {record.header["number"]: (record.header["seed"], group_of(record)) for record in self._sampled}
 
     def add_step(self, step: int, results: StepResults) -> None:
         """Record a step after its update. The weights must not change meanwhile."""
@@ -135,51 +120,40 @@ class SampleJournal:
             self._state.policy,
             step,
             results,
+            settings=self._settings,
+            environment=self._environment,
             groups=self._numbers,
             seed=self._seed,
             before=self._before,
-            after=self._state_now(),
+            after=self._state.numbers(),
             inputs=self._state.inputs.state(step),
         )
-        self._append(lambda: record)
+        self._append(step, lambda: [record])
 
-    def _state_now(self) -> dict[str, Any]:
-        return state_of(self._state.policy, self._state.shaper, self._state.kl)
-
-    def _append(self, encode: Callable[[], StoredRecord]) -> None:
+    def _append(self, step: int, encode: Callable[[], list[StoredRecord]]) -> None:
         assert self._log is not None, "call `resume` first"
-        self._pending.append(self._log.append(encode))
+        self._pending.append(self._log.append(step, encode))
 
     async def durable(self) -> None:
         """Wait until all records are on disk. Raises OSError if the disk has refused one."""
         pending, self._pending = self._pending, []
-        await asyncio.gather(*map(asyncio.wrap_future, pending))
+        await asyncio.to_thread(lambda: [future.result() for future in pending])
 
-    def prune(self, step: int) -> None:
-        """Begin a segment after the checkpoint of `step`; remove the segments before the oldest checkpoint.
+    def prune(self) -> None:
+        """Remove the steps before the oldest checkpoint.
 
         Until there are more checkpoints than the run keeps, the oldest one is the start of the run.
         """
         assert self._log is not None, "call `resume` first"
-        self._log.rotate(self._opening(step))
         checkpoints = saved_steps(self._checkpoints)
         oldest = min(checkpoints) if len(checkpoints) >= self._keep else 0
         # Groups of the steps after a checkpoint may have been sampled up to that many steps before it.
-        self._log.remove_before(first_segment(openings_of(self._folder), max(0, oldest - self._ahead)))
+        self._log.remove(lambda recorded: recorded < oldest - self._ahead)
 
     def close(self) -> None:
         """Wait until all records are on disk, or have failed."""
         if self._log is not None:
             self._log.close()
-
-
-def state_of(policy: Policy, shaper: RewardShaper, kl: KLControl) -> dict[str, Any]:
-    """Return the numbers among the state that a step changes, named as in a checkpoint."""
-    return {
-        "optimizer_step": policy.trained.optimizer_step,
-        "kl_coef": kl.coef,
-        "reward_moments": shaper.moments.state(),
-    }
 
 
 def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> StoredRecord:

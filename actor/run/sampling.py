@@ -67,13 +67,10 @@ class PolicySampling:
         await self._in_thread(self._policy.abandon)
         self._is_over = False
 
-    def _is_paused(self) -> bool:
-        return self._is_over or self._in_thread.is_awaited()
-
     async def _decode(self) -> None:
         try:
             while self._policy.has_jobs:
-                await self._in_thread(self._policy.decode, self._is_paused)
+                await self._in_thread(self._policy.decode, lambda: self._is_over or self._in_thread.is_awaited())
         except BaseException as error:  # task edge: what waits for the conversations raises it
             for conversation in self._unfinished:
                 if isinstance(error, asyncio.CancelledError):

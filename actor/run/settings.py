@@ -27,10 +27,8 @@ GUARDED = (
     "actor.policy.freeze",
 )
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
-MECHANICS = set(ModelSection.model_fields) - {"model", "dtype", "max_length"}
-MECHANICS |= {
-    *("timeout_s", "workers", "store", "max_failed_fraction"),
-}
+MECHANICS = {*ModelSection.model_fields, "timeout_s", "workers", "store", "max_failed_fraction"}
+MECHANICS -= {"model", "dtype", "max_length"}
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the latter of an OpenEnv server
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
@@ -66,7 +64,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     changed = {
         key: [before.get(key), now.get(key)]
         for key in {**before, **now}
-        if _differs(key, before.get(key), now.get(key))
+        if before.get(key) != now.get(key) and (key in RESULTS or not key.startswith(OPERATION))
     }
     kept = FIXED_KEYS if (config.run.weights_dir / "CURRENT").exists() else ()  # the critic's version 0 was made before
     if config.actor.kl.target is not None:
@@ -168,15 +166,7 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _differs(key: str, was: Any, new: Any) -> bool:
-    return was != new and (key in RESULTS or not key.startswith(OPERATION))
-
-
 def _is_guarded(key: str) -> bool:
     return key.startswith(GUARDED) and (
-        ".options." in key or key == "environment.timeout_s" or _name(key) not in MECHANICS
+        ".options." in key or key == "environment.timeout_s" or key.rpartition(".")[2] not in MECHANICS
     )
-
-
-def _name(key: str) -> str:
-    return key.rpartition(".")[2]

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -53,11 +54,12 @@ class Stop:
             task.cancel()
 
 
+@dataclass
 class TimeLimit:
     """The time limit `actor.max_minutes`, measured from the creation of this object."""
 
-    def __init__(self, max_minutes: float | None) -> None:
-        self._max_minutes, self._started = max_minutes, time.monotonic()
+    max_minutes: float | None
+    _started: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
@@ -66,11 +68,11 @@ class TimeLimit:
 
     def is_over(self, step: int, last_step: int) -> bool:
         """Return whether the limit is reached after `step` of `last_step` steps; if so, log it."""
-        if self._max_minutes is None or self.seconds < 60 * self._max_minutes:
+        if self.max_minutes is None or self.seconds < 60 * self.max_minutes:
             return False
         logger.warning(
             "actor.max_minutes (%g) reached at step %d of %d; the next start resumes from here",
-            self._max_minutes,
+            self.max_minutes,
             step,
             last_step,
         )

@@ -14,7 +14,15 @@ from rlhf_triton.actor.algorithms.batch import score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of, text_indices
+from rlhf_triton.actor.data.rollout_rows import (
+    Conversation,
+    Group,
+    conversations_of,
+    failure_of,
+    rows_of,
+    scores_of,
+    text_indices,
+)
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.monitoring.tracing import span
@@ -34,7 +42,7 @@ class Validation:
     @property
     def reward(self) -> float:
         """Mean reward of the scored conversations."""
-        scores = [conversation[-1].score for conversation in self.conversations if not failure_of(conversation)]
+        scores = scores_of(self.conversations)
         return float(np.mean([score.reward for score in scores], dtype=np.float32)) if scores else math.nan
 
 
@@ -48,16 +56,11 @@ async def validate(collector: Collector, prompts: list[Prompt], *, step: int, gr
     await collector.sampling.renew(step)
     with span("validation"):
         groups = await collector.collect(prompts, seed=seed + SEED_OFFSET, timers=Timers(), greedy=greedy)
-    return await collector.in_thread(_measure, conversations_of(groups))
-
-
-def _measure(conversations: list[Conversation]) -> Validation:
+    conversations = conversations_of(groups)
+    kl = await collector.in_thread(sequence_kl, conversations)
     has_values = any(row.score.version >= 0 for row in rows_of(conversations))
-    return Validation(
-        conversations,
-        sequence_kl(conversations),
-        explained_by_values(conversations, conversations) if has_values else None,
-    )
+    explained = await collector.in_thread(explained_by_values, conversations, conversations) if has_values else None
+    return Validation(conversations, kl, explained)
 
 
 def explained_by_values(rewarded: Sequence[Conversation], valued: Sequence[Conversation]) -> float:
@@ -95,26 +98,16 @@ def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one line per response of a validation, for samples.jsonl."""
-    conversations = validation.conversations
-    return [
-        {
-            "prompt_id": conversation[-1].prompt.prompt_id,
-            "when": when,
-            **text,
-            **_question_field(conversation[0].prompt),
-            **_step_fields(conversation),
-            "ended": conversation[-1].ended,
-        }
-        for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True)
-    ]
-
-
-def _step_fields(conversation: Conversation) -> dict[str, list[float]]:
-    """Return {"step_rewards": process rewards in the order of the steps}; {} without them."""
-    score = conversation[-1].score
-    if score.steps is None or failure_of(conversation):
-        return {}
-    return {"step_rewards": score.steps[score.ends].tolist()}
+    conversations, lines = validation.conversations, []
+    for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True):
+        end = conversation[-1]
+        line = {"prompt_id": end.prompt.prompt_id, "when": when, **text}
+        if messages := conversation[0].prompt.metadata.get(MESSAGES_KEY):
+            line["question"] = str(messages[-1]["content"])  # without the template's markers
+        if end.score.steps is not None and not failure_of(conversation):
+            line["step_rewards"] = end.score.steps[end.score.ends].tolist()
+        lines.append({**line, "ended": end.ended})
+    return lines
 
 
 def _turn_fields(conversation: Conversation) -> dict[str, Any]:
@@ -173,9 +166,3 @@ def turn_tokens(
         for i, row in enumerate(conversation, first)
         for turn in row.turns or ()
     ]
-
-
-def _question_field(prompt: Prompt) -> dict[str, str]:
-    """Return {"question": last message of a chat prompt}, which has no template markers; {} for a text prompt."""
-    messages = prompt.metadata.get(MESSAGES_KEY)
-    return {"question": str(messages[-1]["content"])} if messages else {}

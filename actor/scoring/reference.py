@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,29 +20,29 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE, id_ranges
 
 
+@dataclass(frozen=True)
 class OwnReference:
     """The reference in the actor: a copy or, with LoRA, the policy with its adapters disabled."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    policy: Policy
 
     async def compare(self) -> None:
         """No-op: the reference comes from the policy itself."""
 
     def add_logprobs(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
         """Return the rows with reference log-probs. Blocks: call it in the compute thread."""
-        logprobs = self._policy.logprobs(rows, reference=True)
-        return [dataclasses.replace(row, ref_logprobs=ref) for row, ref in zip(rows, logprobs, strict=True)]
+        logprobs = self.policy.logprobs(rows, reference=True)
+        return [replace(row, ref_logprobs=ref) for row, ref in zip(rows, logprobs, strict=True)]
 
 
+@dataclass(frozen=True)
 class ServedReference:
     """The `reference` model in tritonserver, which receives each row as soon as it ends."""
 
-    def __init__(self, client: TritonClient, policy: Policy, checkpoint: Path) -> None:
-        """`checkpoint`: the reference's folder, which this machine need not be able to access."""
-        self._client = client
-        self._policy = policy
-        self._checkpoint = checkpoint
+    client: TritonClient
+    policy: Policy
+    checkpoint: Path
+    """The reference's folder, which this machine need not be able to access."""
 
     async def compare(self) -> None:
         """Check that the served reference computes the same log-probs as the initial policy.
@@ -55,7 +55,7 @@ class ServedReference:
             RequestFailed: the server cannot be reached.
         """
         try:
-            declared = await self._client.describe(REFERENCE)
+            declared = await self.client.describe(REFERENCE)
         except RequestFailed as error:
             if error.code != UNKNOWN_MODEL:
                 raise
@@ -64,7 +64,7 @@ class ServedReference:
                 "actor.kl.reference to actor"
             ) from error
         served = declared.parameters
-        policy, precision = self._policy, self._policy.settings.precision
+        policy, precision = self.policy, self.policy.settings.precision
         if declared.tokenizer != fingerprint(policy.tokenizer):
             raise RlhfError(
                 f"the reference's tokenizer differs from the policy's ({declared.folder} and "
@@ -84,16 +84,16 @@ class ServedReference:
                     "log-probs would belong to a different distribution; start the server with the actor's "
                     "configuration"
                 )
-        if self._checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self._checkpoint):
+        if self.checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self.checkpoint):
             raise RlhfError(
                 f"the server's {REFERENCE} is {declared.folder}, whose weights differ from "
-                f"reference.model ({self._checkpoint}); start the server with the actor's configuration"
+                f"reference.model ({self.checkpoint}); start the server with the actor's configuration"
             )
 
     async def request_logprobs(self, rows: Sequence[RolloutRow]) -> list[np.ndarray | str]:
         """Request the log-probs of rows; return for each row an array float32 `[n]`, or the error message."""
         try:
-            answer = await self._client.logprobs([row.tokens for row in rows])
+            answer = await self.client.logprobs([row.tokens for row in rows])
         except RequestFailed as error:  # counted and masked by the caller
             return [str(error)] * len(rows)
         results: list[np.ndarray | str] = []

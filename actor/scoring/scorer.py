@@ -22,7 +22,6 @@ from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerpr
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import RunConfig
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
@@ -99,9 +98,6 @@ def tokens_covering(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> 
     return [None if end >= reached[-1] else least(end) for end in ends]
 
 
-Answer = dict[str, np.ndarray] | str  # outputs, or the error message
-
-
 class Scorer:
     """Requests rewards and values of rows from the servers."""
 
@@ -125,16 +121,6 @@ class Scorer:
         self.sends_sentences = False
         self.reward = ServedModel()
         """What the server declares about the reward, which may be a weighted sum of terms."""
-
-    @classmethod
-    def from_config(cls, config: RunConfig, client: TritonClient, tokenizer: Any) -> Scorer:
-        """Return the scorer of a run."""
-        return cls(
-            client,
-            tokenizer,
-            with_critic=config.actor.algorithm.uses_critic,
-            with_rewards=config.serves_rewards,
-        )
 
     async def compare_tokenizers(self) -> None:
         """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.
@@ -232,12 +218,11 @@ class Scorer:
         request: Callable[[Sequence[RolloutRow]], Awaitable[dict[str, np.ndarray]]],
     ) -> list[RolloutRow]:
         """Send one request for `rows`; return the rows with its answer, or with its error as their failure."""
-        answer: Answer
         try:
             answer = await request(rows)
         except RequestFailed as error:
-            answer = str(error)
-        return [*await asyncio.to_thread(self._apply_answer, rows, answer)]
+            return [dataclasses.replace(row, score=Score(failure=str(error))) for row in rows]
+        return await asyncio.to_thread(self._apply_answer, rows, answer)
 
     async def _request_values(self, versions: VersionRange | None, rows: Sequence[RolloutRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
@@ -286,10 +271,8 @@ class Scorer:
             return metadata, prompts, responses
         return metadata, [*map(operator.add, prompts, responses)], None
 
-    def _apply_answer(self, rows: Sequence[RolloutRow], answer: Answer) -> list[RolloutRow]:
+    def _apply_answer(self, rows: Sequence[RolloutRow], answer: dict[str, np.ndarray]) -> list[RolloutRow]:
         """Return the rows with their scores from the server's answer, which has one row per row."""
-        if isinstance(answer, str):
-            return [dataclasses.replace(row, score=Score(failure=answer)) for row in rows]
         size = len(rows)
         causes = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * size
         version = _single_version(answer[WEIGHTS_VERSION], size) if VALUES in answer else -1

@@ -18,7 +18,7 @@ from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.weights import FIRST_VERSION, WeightsStore
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import Limits, optional_count
-from rlhf_triton.wire.training_payload import sent_payload
+from rlhf_triton.wire.training_payload import train_payload
 
 
 def serve(args: Mapping[str, str]) -> JournalServer:
@@ -37,11 +37,9 @@ def serve(args: Mapping[str, str]) -> JournalServer:
 def accept(limits: Limits, journal: Journal, call: Call, run_id: str | None, sender: Sender | None) -> Entry:
     """Validate a payload and append it to the journal."""
     names = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.RETURNS, contract.PREV_VALUES, contract.MASK)
-    sent = sent_payload({name: call.array(name) for name in names}, limits)
+    payload = train_payload({name: call.array(name) for name in names}, limits)
     step = optional_count(contract.STEP, call.array(contract.STEP), minimum=1)
-    return journal.accept_training(
-        sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check, traceparent=traceparent_of(call)
-    )
+    return journal.accept_training(payload, run_id=run_id, step=step, sender=sender, traceparent=traceparent_of(call))
 
 
 def reply(result: Result) -> contract.Arrays:

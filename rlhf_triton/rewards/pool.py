@@ -79,7 +79,7 @@ class WorkerPool:
             own_variable=call.options.get(KEY_OPTION),
         )
         try:
-            self._run(self._workers.start())
+            self._run(self._workers.least_loaded())
         except BaseException:
             self.close()
             raise
@@ -100,7 +100,7 @@ class WorkerPool:
         self._thread.join()
         self._loop.close()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, object]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _close(self) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-MOST_PARTS = os.sysconf("SC_IOV_MAX")  # buffers per writev call
 TEMPORARY_SUFFIX = ".tmp"
 REPLACED = ".replaced-"
 INT64_MAX = (1 << 63) - 1
@@ -56,7 +54,6 @@ def staged_file(
     folder: Path,
     parts: Iterable[bytes | memoryview],
     *,
-    first: Callable[[], bytes] | None = None,
     durable: bool = True,
     mode: int = 0o666,
 ) -> Iterator[Path]:
@@ -66,17 +63,13 @@ def staged_file(
     distinguish a live writer's file from one that a crash left behind.
 
     Args:
-        first: called after `parts` are synced; the returned bytes replace the first part and must have the same length.
         durable: whether to fsync the content.
         mode: permissions of the file, before the umask.
     """
     path, descriptor = _locked_temporary(folder, mode)
     try:
-        write_all(descriptor, parts)
-        if first is not None:
-            os.fsync(descriptor)  # the slow sync runs before `first`; the one below then flushes a single block
-            os.lseek(descriptor, 0, os.SEEK_SET)
-            write_all(descriptor, [first()])
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.writelines(parts)
         if durable:
             os.fsync(descriptor)
         yield path
@@ -320,18 +313,3 @@ def _locked_temporary(folder: Path, mode: int) -> tuple[Path, int]:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
-    """Write `parts` at the current file position with writev, without concatenating them in memory."""
-    not_empty = filter(len, parts)
-    while left := [memoryview(part).cast("B") for part in itertools.islice(not_empty, MOST_PARTS)]:
-        while left:
-            written = os.writev(descriptor, left)
-            done = 0
-            while done < len(left) and written >= len(left[done]):
-                written -= len(left[done])
-                done += 1
-            left = left[done:]
-            if written:  # writev stopped within a part
-                left[0] = left[0][written:]

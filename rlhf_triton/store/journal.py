@@ -33,10 +33,10 @@ from rlhf_triton.store.journal_entry import (
     Entry,
     Kind,
     Result,
-    TrainingFile,
     entries_in,
     metadata_in,
     read_training_file,
+    training_file,
 )
 from rlhf_triton.store.ownership import Sender, owners_after, refuse_superseded
 from rlhf_triton.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, ContractError
@@ -116,10 +116,8 @@ class JournalState:
     def training_files(self) -> list[Path]:
         """Return the files of all steps that have not failed, for `read_training_file`; archived steps first."""
         archived = [self._archive / entry.name for entry in sorted(entries_in(self._archive))]
-        entries = ((entry, self.result(entry)) for entry in self.entries() if entry.kind == "train")
-        return archived + [
-            self._entries / e.name for e, known in entries if known is None or known.loss_mean is not None
-        ]
+        steps = [entry for entry in self.entries() if entry.kind == "train" and not self.has_failed(entry)]
+        return archived + [self._entries / entry.name for entry in steps]
 
     def keep_steps(self, entry: Entry) -> list[int] | None:
         """Return the steps whose checkpoints a save entry asks to keep; None if it has no such list.
@@ -167,6 +165,11 @@ class JournalState:
                     error=f"{entry.kind} at step {entry.step}: removed by a rewind",
                 )
         return None if data is None else Result(**data)
+
+    def has_failed(self, entry: Entry) -> bool:
+        """Return whether a step has failed. A replay must then leave the weights unchanged."""
+        result = self.result(entry)
+        return result is not None and result.loss_mean is None
 
     def last_step(self) -> int:
         """Return the last accepted step; 0 before the first."""
@@ -242,14 +245,12 @@ class Journal(JournalState):
         run_id: str | None,
         step: int | None,
         sender: Sender | None = None,
-        check: Callable[[], None] = lambda: None,
         traceparent: str | None = None,
     ) -> Entry:
         """Write a training step durably and return its entry (the existing one if the step was sent before).
 
-        `check` runs in another thread while the file is written. If it raises, the step is not accepted and the
-        exception propagates. `traceparent` is stored with the entry but is not part of its content, so a request may be
-        repeated with another trace.
+        `traceparent` is stored with the entry but is not part of its content, so a request may be repeated with another
+        trace.
 
         Raises:
             ContractError: `run_id` is another run's; `step` was accepted with other content or would leave a gap; a
@@ -257,21 +258,16 @@ class Journal(JournalState):
             OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
-        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None)
-        try:
-            return self._accept(file, step, sender)
-        finally:
-            file.close()  # if the check failed, its exception replaces the conflict's
-
-    def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
-        known = self._known_step(file, step)
+        digest = payload.digest()
+        known = self._known_step(digest, step)
         if known is not None:
             return known
         self._make_folders()
-        with durable.staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
-            refuse_superseded(sender, self.owners(), self.run_id)
+        trace = {TRACEPARENT_HEADER: traceparent} if traceparent else {}
+        file = training_file(payload, {DIGEST: digest, **trace})
+        with durable.staged_file(self._entries, [file]) as staged, self._accepting(sender):
             # Checked again under the lock: another request or a rewind may have arrived while the payload was written.
-            known = self._known_step(file, step)
+            known = self._known_step(digest, step)
             if known is not None:
                 return known
             entry = Entry(self.last_step() + 1, 0, "train")
@@ -279,14 +275,22 @@ class Journal(JournalState):
         durable.sync_directory(self._entries)
         return entry
 
-    def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
+    def _known_step(self, digest: str, step: int | None) -> Entry | None:
         """Return the existing entry if `step` was already accepted with the same content; None if it is the next step.
 
         Raises ContractError for all other steps, and for the next step while a rewind is in progress.
         """
         last = self.last_step()
         if step is not None and step <= last:
-            return self._known(step, file, last)
+            entry = Entry(step, 0, "train")
+            known = self._digest(entry)
+            if known in (DAMAGED, digest):  # the sidecar's result reports the damage
+                return entry
+            was = "was trained too long ago to compare" if known is None else "was already sent with other content"
+            raise ContractError(
+                f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
+                f"or rewind to step {step - 1} first{self._rewound(step)}"
+            )
         if step is not None and step > last + 1:
             raise ContractError(
                 f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
@@ -313,9 +317,8 @@ class Journal(JournalState):
         """
         self._check_run(run_id)
         wanted = None if keep_steps is None else list(keep_steps)
-        with self._accepting():
+        with self._accepting(sender):
             self._refuse_during_rewind()
-            refuse_superseded(sender, self.owners(), self.run_id)
             last = self.last_step()
             if step is not None and step > last + 1:
                 raise ContractError(f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}")
@@ -341,13 +344,12 @@ class Journal(JournalState):
         is in progress, or the run was rewound after the request was sent.
         """
         self._check_run(run_id)
-        with self._accepting():
-            owners = self.owners()
-            refuse_superseded(sender, owners, self.run_id)
+        with self._accepting(sender) as owners:
             # Same session and count as the newest rewind: a duplicate, because a new request increments the count.
             if sender is not None and owners[:1] == [str(sender)]:
                 newest = self._newest_rewind()
-                if newest and newest.target == target and not self._has_failed(newest):
+                result = newest and self.result(newest)
+                if newest and newest.target == target and not (result and result.error):
                     return newest
             pending = self._pending_rewind()
             if pending is not None and pending.target == target:
@@ -357,10 +359,6 @@ class Journal(JournalState):
                 raise ContractError(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
             self._refuse_during_rewind()
             return self._append("rewind", last, target=target, content={"owners": owners_after(sender, owners)})
-
-    def _has_failed(self, entry: Entry) -> bool:
-        result = self.result(entry)
-        return result is not None and result.error is not None
 
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
@@ -484,17 +482,6 @@ class Journal(JournalState):
                 "run.run_id, or start a separate critic for it"
             )
 
-    def _known(self, step: int, file: TrainingFile, last: int) -> Entry:
-        entry = Entry(step, 0, "train")
-        known = self._digest(entry)
-        if known is not None and (known == DAMAGED or file.matches(known)):  # the sidecar's result reports the damage
-            return entry
-        was = "was trained too long ago to compare" if known is None else "was already sent with other content"
-        raise ContractError(
-            f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
-            f"or rewind to step {step - 1} first{self._rewound(step)}"
-        )
-
     def _next_aside(self) -> Path:
         return self._set_aside / str(1 + max(durable.numbers_in(self._set_aside), default=0))
 
@@ -516,9 +503,14 @@ class Journal(JournalState):
         return entry
 
     @contextlib.contextmanager
-    def _accepting(self) -> Iterator[None]:
-        """Serialise writers, so that conditions checked in the `with` block still hold when it links the entry."""
+    def _accepting(self, sender: Sender | None) -> Iterator[list[str]]:
+        """Serialise writers, so that conditions checked in the `with` block still hold when it links the entry.
+
+        Yields the owners of the run. Raises ContractError if `sender` is no longer one.
+        """
         folder = self.root / self.run_id
         durable.make_folder(folder)
         with durable.exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):
-            yield
+            owners = self.owners()
+            refuse_superseded(sender, owners, self.run_id)
+            yield owners

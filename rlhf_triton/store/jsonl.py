@@ -25,13 +25,15 @@ def each_line(path: Path, *, required: bool = False) -> Iterator[dict[str, Any]]
     Raises:
         ValueError: any other line is not a JSON object; the message names the file and the line.
     """
-    for line, _ in _parsed_lines(path, required=required):
+    if required and not path.is_file():
+        raise FileNotFoundError(f"{path} is missing; has the run written it yet?")
+    for line, _ in _parsed_lines(path):
         yield line
 
 
-def read_jsonl(path: Path, *, required: bool = False) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a small file as a list; see `each_line`."""
-    return list(each_line(path, required=required))
+    return list(each_line(path))
 
 
 def named_lines(path: Path, key: str, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,9 +65,9 @@ def named_lines(path: Path, key: str, fields: Sequence[str]) -> Iterator[tuple[s
         yield where, row
 
 
-def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = True) -> None:
+def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line to `path`, atomically replacing an existing file."""
-    replace_file(path, map(_encoded, lines), durable=durable)
+    replace_file(path, map(_encoded, lines))
 
 
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -132,11 +134,9 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, ensure_ascii=False).encode() + b"\n"
 
 
-def _parsed_lines(path: Path, *, required: bool = False) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _parsed_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Yield each object with its raw line, newline included."""
     if not path.is_file():
-        if required:
-            raise FileNotFoundError(f"{path} is missing; has the run written it yet?")
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):

@@ -1,14 +1,14 @@
 """Folders that detect damage: state.json has the digests of all other files and of its own content."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.digests import brief, digest_of, json_digest
 from rlhf_triton.errors import reason_of
-from rlhf_triton.store.durable import numbers_in
+from rlhf_triton.store.durable import numbers_in, remove_folder, sync_directory, write_folder, write_json
 
 STATE_FILE = "state.json"
 DIGEST = "digest"  # key of the digest of state.json's own content
@@ -29,10 +29,32 @@ def hashes(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
     return {str(path.relative_to(folder)): digest_of(path) for path in paths[part::parts]}
 
 
-def sealed(state: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
-    """Return the content of state.json, given the digest of each file by relative path."""
+def write_sealed(folder: Path, state: Mapping[str, Any], save: Callable[[Path], Mapping[str, str]]) -> None:
+    """Write a folder with `state` and the files that `save` writes; it returns each file's digest by relative path."""
+
+    def fill(staging: Path) -> None:
+        _write_state(staging, state, save(staging), durable=False)  # `write_folder` syncs it
+
+    write_folder(folder, fill)
+
+
+def replace_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Replace the state of a folder, whose other files stay. Raises DamagedCheckpoint if it has no intact state."""
+    _write_state(folder, state, read_state(folder)["files"], durable=True)
+
+
+def _write_state(folder: Path, state: Mapping[str, Any], files: Mapping[str, str], *, durable: bool) -> None:
     data = {**state, "files": dict(files)}
-    return {**data, DIGEST: json_digest(data)}
+    write_json(folder / STATE_FILE, {**data, DIGEST: json_digest(data)}, durable=durable)
+
+
+def set_aside(folder: Path, name: str) -> Path:
+    """Rename a checkpoint, replacing an older one of that name; return the new path."""
+    aside = folder.with_name(name)
+    remove_folder(aside)
+    folder.rename(aside)
+    sync_directory(folder.parent)
+    return aside
 
 
 def read_state(folder: Path) -> dict[str, Any]:

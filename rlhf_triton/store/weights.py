@@ -18,13 +18,12 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf_triton.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, head_files, stored_adapters
-from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.digests import brief, digest_of, json_digest
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
@@ -114,7 +113,7 @@ class ServingRecords:
         An instance on another host counts as alive until this object has seen its record unchanged for
         `REMOTE_SILENCE_S`, so differing or changed clocks do not matter.
         """
-        return [record for record, silence_s in self._all() if _is_alive(record, silence_s)]
+        return [record for record, is_alive in self._all() if is_alive]
 
     def last_sign(self, record: ServingRecord) -> float | None:
         """Return when a silent instance on another host last updated its record, in the file server's unix seconds.
@@ -132,20 +131,16 @@ class ServingRecords:
 
     def died(self) -> list[ServingRecord]:
         """Return the records of dead instances of `this_place`."""
-        return [
-            record
-            for record, silence_s in self._all()
-            if record.place == this_place() and not _is_alive(record, silence_s)
-        ]
+        return [record for record, is_alive in self._all() if record.place == this_place() and not is_alive]
 
     def forget_died(self, *, elsewhere: bool = False) -> None:
         """Remove the records of dead instances of `this_place` or, with `elsewhere`, of all other places."""
-        for record, silence_s in self._all():
-            if (record.place != this_place()) == elsewhere and not _is_alive(record, silence_s):
+        for record, is_alive in self._all():
+            if (record.place != this_place()) == elsewhere and not is_alive:
                 self.withdraw(record)
 
-    def _all(self) -> list[tuple[ServingRecord, float]]:
-        """Return every record, and the seconds for which this object has seen it unchanged."""
+    def _all(self) -> list[tuple[ServingRecord, bool]]:
+        """Return every record, and whether its instance is alive."""
         found, seen, now = [], {}, time.monotonic()
         for path in sorted(self._folder.glob("*.json")):
             try:
@@ -154,12 +149,13 @@ class ServingRecords:
                 continue  # removed just now, or truncated by a crash: its instance writes it again
             known = self._seen.get(path.name)
             seen[path.name] = known if known is not None and known[0] == stamp else (stamp, now)
-            found.append((record, now - seen[path.name][1]))
+            found.append((record, _is_alive(record, now - seen[path.name][1])))
         self._seen = seen
         return found
 
 
 def _is_alive(record: ServingRecord, silence_s: float) -> bool:
+    """Return whether an instance is alive whose record has been seen unchanged for `silence_s`."""
     if record.place == this_place():
         try:
             state, born = _process(record.pid)
@@ -207,7 +203,6 @@ class Manifest:
     run_id: str
     step: int  # number of critic updates in these weights; 0 for a reward model
     files: dict[str, str]  # digest of every other file in the folder: weights, their index, config.json
-    tensors: dict[str, list[Any]]  # name -> [dtype, shape]
     parent: int | None  # version that these weights were trained or copied from
     epoch: int  # journal epoch of the sidecar that wrote it
     base: int | None = None  # version with the other weights, if this one has only adapters
@@ -306,13 +301,8 @@ class WeightsStore:
         *,
         run_id: str,
         step: int,
-        parent: int | None,
-        epoch: int,
         reuse: bool = True,
-        canary: Sequence[float] | None = None,
-        tokenizer: str | None = None,
-        made_from: Mapping[str, Any] | None = None,
-        source: Path | None = None,
+        **about: Any,
     ) -> Manifest:
         """Write a new version and return its manifest; CURRENT does not change.
 
@@ -322,7 +312,7 @@ class WeightsStore:
             reuse: return the newest version if it has the same run, step and content (a replay after a crash) instead
                 of adding one. Older versions are never reused, because numbers must increase when steps are trained
                 again after a rewind.
-            canary, tokenizer, made_from, source: as in the manifest.
+            about: further fields of the manifest: `parent`, `epoch`, and what the version has of the optional ones.
 
         Raises:
             OSError: the write failed; nothing is left behind.
@@ -330,23 +320,18 @@ class WeightsStore:
         with self._writing(), durable.staged_folder(self.root) as staging:
             known = write(staging) or {}
             files = {path.name: known.get(path.name) or digest_of(path) for path in sorted(staging.iterdir())}
-            existing = self._find(run_id=run_id, step=step, files=files) if reuse else None
-            if existing is not None:
-                return existing
+            newest = next(reversed(self.manifests()), None)
+            if reuse and newest and (newest.run_id, newest.step, newest.files) == (run_id, step, files):
+                return newest
             adapters = stored_adapters(staging)
             manifest = Manifest(
-                version=self.next_version(),
+                # Above all existing ones, including incomplete folders.
+                version=max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1,
                 run_id=run_id,
                 step=step,
                 files=files,
-                tensors=self._tensor_types(staging),
-                parent=parent,
-                epoch=epoch,
                 base=None if adapters is None else adapters.base,
-                canary=None if canary is None else list(canary),
-                tokenizer=tokenizer,
-                made_from=None if made_from is None else dict(made_from),
-                source=None if source is None else str(source),
+                **about,
             )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():
@@ -356,27 +341,10 @@ class WeightsStore:
             durable.sync_directory(self.root)
             return manifest
 
-    def next_version(self) -> int:
-        """Return the number of the next version: above all existing ones, including incomplete folders."""
-        return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
-
     def verify_files(self, version: int, digest: Callable[[Path], str] = digest_of) -> Manifest:
-        """Compare the files' digests and the tensors' names, dtypes and shapes with the manifest; return the manifest.
-
-        Args:
-            digest: returns the digest of a file.
-
-        Raises:
-            WeightsError: the version differs from its manifest, or a file is unreadable.
-        """
+        """Call `verify_hashes` for `version`; return its manifest."""
         manifest = self.manifest(version)
-        try:
-            tensors = self._tensor_types(self.folder(version))
-        except (OSError, ValueError) as error:
-            raise WeightsError(f"version {version}: cannot read {WEIGHTS_FILE}: {reason_of(error)}") from error
         self.verify_hashes(manifest, digest)
-        if tensors != manifest.tensors:
-            raise WeightsError(f"version {version}: tensors differ from the manifest")
         return manifest
 
     def verify_hashes(
@@ -436,16 +404,6 @@ class WeightsStore:
         with durable.exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):
             yield
 
-    @staticmethod
-    def _tensor_types(folder: Path) -> dict[str, list[Any]]:
-        files = [path for path in weights_files(folder) if path.name != INDEX_FILE]
-        return dict(sorted(found for file in files for found in tensor_types(file).items()))
-
-    def _find(self, *, run_id: str, step: int, files: dict[str, str]) -> Manifest | None:
-        newest = next(reversed(self.manifests()), None)
-        same = newest is not None and (newest.run_id, newest.step, newest.files) == (run_id, step, files)
-        return newest if same else None
-
 
 def weights_files(folder: Path) -> list[Path]:
     """Return the weights files of a version or checkpoint, with their index if there are several."""
@@ -455,11 +413,6 @@ def weights_files(folder: Path) -> list[Path]:
         if single.is_file()
         else [*sorted(folder.glob("*.safetensors")), folder / INDEX_FILE]
     )
-
-
-def tensor_types(path: Path) -> dict[str, list[Any]]:
-    """Return `{name: [dtype, shape]}` of a safetensors file. Raises ValueError if it is damaged."""
-    return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
 
 
 def _read_number(path: Path) -> int | None:

@@ -5,7 +5,6 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
 
@@ -103,7 +102,13 @@ def write_checkpoint(
     ranks.run_on_all_ranks(create)
     ranks.run_on_all_ranks(write)
     mine = [paths[ranks.rank], *([folder / INDEX_FILE] if ranks.rank == 0 else [])]
-    parts = ranks.gather(ranks.run_on_all_ranks(lambda: {path.name: _sync_and_hash(path) for path in mine}))
+
+    def sync_and_hash() -> dict[str, str]:
+        for path in mine:
+            sync_file(path)
+        return {path.name: digest_of(path) for path in mine}
+
+    parts = ranks.gather(ranks.run_on_all_ranks(sync_and_hash))
     return {name: digest for part in parts for name, digest in part.items()}
 
 
@@ -126,14 +131,6 @@ def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
         offset = slice_.offsets[0] * math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
         tensor = tensor.to_local()
     return offset, raw_bytes(tensor.cpu().contiguous())
-
-
-def _sync_and_hash(path: Path) -> str:
-    with ThreadPoolExecutor(1, "sync") as executor:  # the disk writes while the processor hashes
-        synced = executor.submit(sync_file, path)
-        digest = digest_of(path)
-        synced.result()
-    return digest
 
 
 def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:

@@ -191,7 +191,12 @@ class TrainedModel:
         folder = Path(folder)
         self.ranks.announce("trained.load", folder=str(folder), optimizer_step=optimizer_step)
         self.load_weights(folder)
-        state = self._empty_state(folder)
+        names = [name for name in stored_shapes(folder) if "/" in name]  # none before the first optimizer step
+        parameters = {name: self.parameters[name.partition("/")[2]].detach() for name in names}
+        state = {
+            name: torch.zeros(()) if name.startswith("step/") else torch.zeros_like(parameter)
+            for name, parameter in parameters.items()
+        }
         read_tensors(state, folder, self.ranks)
         self.optimizer.state.clear()
         for full_name, tensor in state.items():
@@ -204,16 +209,6 @@ class TrainedModel:
     def load_weights(self, folder: Path) -> None:
         """Load the trained weights that `save` wrote, without the optimizer; collective."""
         read_tensors(self.weights(), folder, self.ranks)
-
-    def _empty_state(self, folder: Path) -> dict[str, Tensor]:
-        """Return empty tensors to read the saved optimizer state into; {} if it was saved before the first step."""
-        names = [name for name in stored_shapes(folder) if "/" in name]
-        return {
-            name: torch.zeros(())
-            if name.startswith("step/")
-            else torch.zeros_like(self.parameters[name.partition("/")[2]].detach())
-            for name in names
-        }
 
     def changed(self, saved: Mapping[str, Any], folder: Path) -> list[str]:
         """Return a text such as `trainer.optimizer.lr: was 0.1, now 0.2` for each setting that differs from `saved`.

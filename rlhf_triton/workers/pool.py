@@ -142,14 +142,6 @@ class Workers:
         self._starting = asyncio.Lock()
         self._is_closed = False
 
-    async def start(self) -> None:
-        """Start the workers. If one cannot import the code, ends all of them and raises FunctionError."""
-        try:
-            await self.least_loaded()
-        except BaseException:
-            await self.close()
-            raise
-
     async def least_loaded(self) -> Worker:
         """Start missing workers, then return the worker with the lowest load.
 

@@ -37,7 +37,7 @@ from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.collection import has_spread
-from rlhf_triton.actor.run.validation import Validation, _measure, read_texts, samples, turn_tokens
+from rlhf_triton.actor.run.validation import Validation, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
 from rlhf_triton.client.served import ServedModel
@@ -655,7 +655,7 @@ def test_metrics_cover_all_rows_of_the_trained_conversations():
     used = batch.mask > 0
     by_hand = 1 - (batch.rewards_to_go - batch.prev_values)[used].var() / batch.rewards_to_go[used].var()
     assert metrics["train_rollouts/explained_variance"] == pytest.approx(float(by_hand), abs=1e-5)
-    assert _measure(scored).kl == pytest.approx((2 * distance + 3 * 9.0) / 3)
+    assert sequence_kl(scored) == pytest.approx((2 * distance + 3 * 9.0) / 3)
     _, returns, mask = score_returns(scored)
     assert returns[mask > 0].tolist() == [3, 3, 2, 7, 7, 7, 4, 4, 1, 1, 1]
 

@@ -163,7 +163,7 @@ async def collected(
         if versions is None:
             group.versions.set_result(None)
         else:
-            group.versions = group.scoring._versions = versions
+            group.versions = versions
     try:
         found = await collector.complete(groups, timers=Timers())
     finally:
@@ -848,7 +848,7 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     before = [line for line in read_jsonl(tmp_path / "rollouts.jsonl") if line["step"] == 3]
     again, other = (make_grpo(tmp_path, checkpoints, **AHEAD, temperature=each) for each in (1.0, 0.5))
     changed = make_grpo(tmp_path, checkpoints, **AHEAD)
-    changed.samples._fixed["sources"] = {**changed.samples._fixed["sources"], "policy": "of another model"}
+    changed.samples._sampling = "of another model"
     for each, count in ((again, 6), (other, 0), (changed, 0)):
         each.inputs.record(2, Positions(4))
         assert len(each.samples.sampled(2)) == count, "none of other sampling settings, model or prompt files"

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import rows_of
-from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.loading import load_model
+from rlhf_triton.actor.run.checkpoints import save_checkpoint
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import end_of_sequence
@@ -68,7 +68,7 @@ def trained(folder, **settings):
 
 
 def save(root, policy, step=1):
-    save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
+    save_checkpoint(root, states(policy), step, {}, keep=5)
     return root / str(step)
 
 

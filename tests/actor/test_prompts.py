@@ -449,7 +449,7 @@ def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path):
     between = drawn(second, 3, count=32)
     third = resumed(second, 3, inputs_of(path))
     assert before + between + drawn(third, 4, count=1) == drawn(inputs_of(path), 1, count=41)
-    assert [inputs.positions_after(step).prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [
+    assert [inputs.positions[step].prompts for inputs, step in ((first, 2), (second, 3), (third, 4))] == [
         8,
         40,
         41,
@@ -467,11 +467,9 @@ def test_prompt_file_changes_since_the_checkpoint_are_logged(tmp_path, caplog):
     resumed(first, 2, inputs_of(moved))
     numbered(tmp_path, "a", 7)
     resumed(first, 2, inputs_of(path, other))
-    resumed(inputs_of(path, add_special_tokens=False), 1, inputs_of(path))
-    changed, added, tokens = caplog.messages
+    changed, added = caplog.messages
     assert f"{moved} has changed since the checkpoint: after 8 rows the run" in changed
     assert added == f"{other} is not in the checkpoint; its prompts are taken from the beginning"
-    assert tokens.startswith("actor.prompts.add_special_tokens was False up to the checkpoint and is True now")
 
 
 def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path, caplog):
@@ -481,7 +479,7 @@ def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path, caplog):
     short = {i: row for i, row in enumerate(rows, 1) if len(row) == 1}
     inputs = inputs_of(path, max_tokens=2, too_long="skip")
     assert drawn(inputs, 1, 2, 3, count=1) == [*short.values()]
-    assert [inputs.positions_after(step).rows[str(path)] for step in (1, 2, 3)] == [*short]
+    assert [inputs.positions[step].rows[str(path)] for step in (1, 2, 3)] == [*short]
     (message,) = caplog.messages  # the first one, not each
     assert "more than actor.prompts.max_tokens (2); 1 such prompts of this file were skipped" in message
     with pytest.raises(PromptError, match=re.escape(f"{path} has no prompts of at most 0 tokens")):

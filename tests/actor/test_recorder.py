@@ -25,8 +25,7 @@ from settings import nested
 
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.policy.checkpoint import RunState, critic_steps
-from rlhf_triton.actor.run.checkpoints import RunCheckpoints
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.learning_warnings import ConstantTerms, LearningWarnings
 from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog, Trackers
 from rlhf_triton.actor.run.recorder import Recorder
@@ -166,7 +165,7 @@ async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tm
     run.critic.weights_version = 91  # as with each answer
     await run.save(3)
     state = json.loads((tmp_path / "checkpoints" / "actor" / "3" / "state.json").read_text())
-    assert (state["step"], state["critic_step"], state["weights_version"]) == (3, 3, 91)
+    assert (state["step"], state["weights_version"]) == (3, 91)
     assert await resumed.checkpoints.resume() == 3
     assert server.rewound == [0, 3]
     assert resumed.critic.weights_version == 73
@@ -187,7 +186,7 @@ async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tm
     root = tmp_path / "checkpoints" / "actor"
     await Recorded(tmp_path, server).save(2, 4, 6)
     assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "each save says which checkpoints are there still"
-    assert saved_steps(root) == critic_steps(root) == [4, 6]
+    assert saved_steps(root) == [4, 6]
     for server.received in (5, 6):
         assert await Recorded(tmp_path, server).checkpoints.resume() == 4
         assert saved_steps(root) == [4]
@@ -262,7 +261,7 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(tmp_path, server, cap
 async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, server, monkeypatch):
     """One that cannot be seen from here is not compared."""
     served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
-    monkeypatch.setattr("rlhf_triton.actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
+    monkeypatch.setattr("rlhf_triton.actor.run.checkpoints.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
     await Recorded(tmp_path, server, tmp_path / "one", **served).save(2)

@@ -2,12 +2,12 @@
 
 import asyncio
 import dataclasses
-import itertools
 import os
 import re
 import shutil
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,10 +27,10 @@ from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.actor.run.settings import find_changes, write_settings
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.config import RunConfig, load_config, parse_config
-from rlhf_triton.store import record_log
+from rlhf_triton.store.durable import numbers_in
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.store.record_log import RecordLog, StoredRecord, path_of, read_records, segments
+from rlhf_triton.store.record_log import PREFIX, RecordLog, StoredRecord, read_records
 from rlhf_triton.store.run_lock import only_actor
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.replay import main, replay, sections_of
@@ -121,7 +121,7 @@ def test_groups_are_on_disk_before_their_update(tmp_path, checkpoints, monkeypat
     sync = os.fsync
 
     def slowly(descriptor):
-        if threading.current_thread().name == "record-log":
+        if threading.current_thread().name.startswith("record-log"):
             time.sleep(0.3)
         sync(descriptor)
 
@@ -137,25 +137,41 @@ def test_groups_are_on_disk_before_their_update(tmp_path, checkpoints, monkeypat
     assert ([*found.groups], [*found.steps]) == ([(1, 0), (1, 1)], [])
 
 
-def test_steps_before_a_resume_are_void(tmp_path):
-    for session, resumed, steps in ((1, 0, (1, 2, 3)), (2, 1, (2,))):
-        log = RecordLog(tmp_path, {"kind": "opening", "session": session, "resumed": resumed, "step": resumed})
-        for step in steps:
-            log.append(lambda step=step: StoredRecord({"kind": "step", "step": step, "groups": []}))
-        log.close()
-    assert {step: segment for step, (segment, _) in find_steps(tmp_path, 1, 3).steps.items()} == {1: 1, 2: 2}
+def journal_of(run_dir, **actor):
+    """Return the journal of a later start of a run."""
+    config = load_config(run_dir / "run.yaml")
+    run = config.run.model_copy(update={"dir": run_dir})
+    config = config.model_copy(update={"run": run, "actor": config.actor.model_copy(update=actor)})
+    inputs = SimpleNamespace(positions=defaultdict(Positions), fingerprints={})
+    return SampleJournal(config, SimpleNamespace(inputs=inputs, policy=SimpleNamespace(fingerprint="")))  # type: ignore[arg-type]
+
+
+def test_resume_removes_the_steps_after_its_checkpoint(copy):
+    journal = journal_of(copy)
+    journal.resume(2)
+    journal.close()
+    assert [*find_steps(samples_of(copy), 1, 4).steps] == [1, 2]
+
+
+def test_damaged_groups_in_flight_are_sampled_again(copy, caplog):
+    path = samples_of(copy) / "4" / "1"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    assert journal_of(copy, max_off_policy_steps=1).sampled(4) == {}
+    assert "is damaged at byte" in caplog.text
+    assert "groups that were in flight are sampled again" in caplog.text
 
 
 def rewrite(folder, change):
     """Write the samples again with changed records."""
     old = folder / "old"
     samples_of(folder).rename(old)
-    for number in segments(old):
-        (opening, *records) = [record for _, record in read_records(old, number)]
-        log = RecordLog(samples_of(folder), opening.header)
-        for record in records:
-            log.append(lambda record=record: change(record))
-        log.close()
+    log = RecordLog(samples_of(folder))
+    for step in numbers_in(old):
+        for _, record in read_records(old, step):
+            log.append(step, lambda record=record: [change(record)])
+    log.close()
 
 
 def with_flipped_bit(record, name):
@@ -204,8 +220,8 @@ def test_differing_environment_is_named(copy, monkeypatch, capsys):
 
 def flip_a_bit(run):
     """In the log-probs of the first group."""
-    path = path_of(samples_of(run), 1)
-    record = next(record for _, record in read_records(samples_of(run), 1) if record.header["kind"] == "group")
+    records = read_records(samples_of(run), 1)
+    path, record = next((place.path, record) for place, record in records if record.header["kind"] == "group")
     data = bytearray(path.read_bytes())
     data[data.index(record.arrays["logprobs"].tobytes())] ^= 1
     path.write_bytes(bytes(data))
@@ -221,16 +237,13 @@ def flip_a_bit(run):
     ],
 )
 def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, capsys):
-    path = path_of(samples_of(copy), 1)
+    records = read_records(samples_of(copy), 2)
+    place = next(place for place, record in records if record.header["kind"] == kind)
+    path, begin = place.path, place.position
     data = bytearray(path.read_bytes())
-    places = [(position, record.header) for position, record in read_records(samples_of(copy), 1)]
-    mark_of_the_end = len(data) - record_log.PREFIX.size
-    (begin, _), (end, _) = next(
-        pair
-        for pair in itertools.pairwise([*places, (mark_of_the_end, {})])
-        if (pair[0][1]["kind"], pair[0][1]["step"]) == (kind, 2)
-    )
-    data[{"prefix": begin + 9, "header": begin + record_log.PREFIX.size + 9, "end": end - 1}[part]] ^= 1
+    size, _ = PREFIX.unpack(data[begin : begin + PREFIX.size])
+    last = begin + PREFIX.size + size - 1
+    data[{"prefix": begin + 5, "header": begin + PREFIX.size + 9, "end": last}[part]] ^= 1
     path.write_bytes(bytes(data))
     assert main([str(copy), "--step", "1"]) == 0
     assert main([str(copy), "--step", "2"]) == 2
@@ -256,13 +269,13 @@ def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, ca
         ("--step 5", None, "or actor.keep_checkpoints (3) no longer keeps it; steps 1 to 4 can be replayed"),
         ("--step 2 --fork {run}/new actor.policy.lora_rank=4", None, "actor.policy.lora_rank cannot change after the"),
         ("--step 2 --fork {run}/new actor.algorithm.name=ppo", None, "ppo needs a critic, and {run} has none; choose"),
-        ("--step 1", lambda run: path_of(samples_of(run), 1).unlink(), "lacks step 1, which a replay of step 1 needs"),
+        ("--step 1", lambda run: shutil.rmtree(samples_of(run) / "1"), "lacks step 1, which a replay of step 1 needs"),
         (
             "--step 1",
             lambda run: shutil.rmtree(samples_of(run)),
             "has no samples, so no step of this run can be replayed",
         ),
-        ("--step 1", lambda run: path_of(samples_of(run), 1).write_text("a diary"), "is not a log of records"),
+        ("--step 1", lambda run: (samples_of(run) / "1" / "1").write_text("a diary"), "is not a log of records"),
         ("--step 1", flip_a_bit, "): `logprobs`; restore the file"),
     ],
 )
@@ -283,14 +296,13 @@ def test_run_in_progress_is_not_replayed(copy, capsys):
     assert "is the folder of a run in progress; stop it" in capsys.readouterr().err
 
 
-def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path, monkeypatch):
-    """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept; segments of any size."""
-    monkeypatch.setattr(record_log, "SEGMENT_BYTES", 20_000)
+def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path):
+    """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept."""
     first, *later = simulate(tmp_path, 300, starts=3)
     assert max(later) < 1.1 * first, "bytes"
     folder = samples_of(tmp_path)
-    assert [*find_steps(folder, 1, 300).steps] == [*range(281, 301)], "from two steps before the oldest checkpoint"
-    of_both = "40 groups, each a prompt with its responses, of steps 281 to 300; `rlhf-triton replay` reads them"
+    assert [*find_steps(folder, 1, 300).steps] == [*range(288, 301)], "from two steps before the oldest checkpoint"
+    of_both = "26 groups, each a prompt with its responses, of steps 288 to 300; `rlhf-triton replay` reads them"
     assert describe_samples(folder, 300) == of_both
 
 
@@ -391,21 +403,3 @@ def test_fork_keeps_a_default_that_replaces_a_published_value():
     actor = {"algorithm": {"name": "sao"}, "kl": {"coef": 0.01}}
     config = RunConfig.model_validate({"actor": actor})
     assert parse_config(sections_of(config), "run.yaml", []).actor.kl == config.actor.kl
-
-
-def test_damaged_samples_are_set_aside_at_a_resume(copy, caplog):
-    samples = samples_of(copy)
-    path = path_of(samples, min(segments(samples)))
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(data)
-    config = load_config(copy / "run.yaml")
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": copy})})
-    inputs = SimpleNamespace(positions_after=lambda _: Positions(), fingerprints={})
-    policy = SimpleNamespace(fingerprint="")
-    journal = SampleJournal(config, SimpleNamespace(inputs=inputs, policy=policy))
-    journal.resume(4)
-    journal.close()
-    assert "is damaged at byte" in caplog.text
-    assert "kept as samples.set-aside: steps up to 4 cannot be replayed" in caplog.text
-    assert [*(copy / "samples.set-aside").iterdir()]

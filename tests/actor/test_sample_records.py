@@ -12,7 +12,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score
 from rlhf_triton.actor.data.sample_records import describe_damage, group_of, record_of
-from rlhf_triton.store.record_log import DamagedRecord, RecordLog, path_of, read_records
+from rlhf_triton.store.record_log import DamagedRecord, RecordLog, read_records
 
 TEXT = st.text(max_size=4)
 FLOAT = st.floats(width=32)
@@ -123,19 +123,19 @@ def a_group():
 
 @pytest.mark.parametrize(("row", "name"), [(0, "tokens"), (1, "logprobs"), (2, "score.values"), (1, "sampled")])
 def test_one_flipped_bit_names_the_step_the_sample_and_the_field(row, name, tmp_path):
-    log = RecordLog(tmp_path, {})
+    log = RecordLog(tmp_path)
     record = record_of(a_group(), step=4, number=9)
-    log.append(lambda: record).result()
+    log.append(4, lambda: [record]).result()
     log.close()
     begin = [0, 5, 8][row]
     column = record.arrays[name]
-    path = path_of(tmp_path, 1)
+    path = tmp_path / "4" / "1"
     data = bytearray(path.read_bytes())
     assert data.count(column.tobytes()) == 1
     data[data.index(column.tobytes()) + begin * column.itemsize] ^= 1
     path.write_bytes(bytes(data))
     with pytest.raises(DamagedRecord) as caught:
-        [*read_records(tmp_path, 1)]
+        [*read_records(tmp_path, 4)]
     assert describe_damage(caught.value.payload) == f"step 4, group 9, sample {row} (prompt p7): `{name}`"
 
 

@@ -33,7 +33,7 @@ from rlhf_triton.actor.data.rollout_rows import (
     failure_of,
     row_of_response,
 )
-from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupScoring
+from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupInFlight
 from rlhf_triton.actor.scoring.scorer import BLOCK, Scorer, row_metadata, tokens_covering
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestRefused
@@ -94,17 +94,17 @@ class Asked:
 )
 async def test_row_or_group_is_sent_as_soon_as_it_has_ended(order, group_size, requests):
     asked, loop = Asked(groupwise=group_size > 1), asyncio.get_running_loop()
-    ready = loop.create_future()
-    ready.set_result(VERSIONS)
+    starting = asyncio.Semaphore(16)
     ended = [loop.create_future() for _ in order]
-    scoring = GroupScoring(asked, None, ready, asyncio.Semaphore(16), group_size=group_size)
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
-    groups = [asyncio.create_task(scoring.score_group(part)) for part in parts]
+    groups = [GroupInFlight(asked, None, starting, part) for part in parts]  # type: ignore[arg-type]
+    for group in groups:
+        group.versions.set_result(VERSIONS)
     for index in order:
         ended[index].set_result(one_row(index))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # in this order
-    found = [*itertools.chain(*await asyncio.wait_for(asyncio.gather(*groups), PATIENCE_S))]
+    found = [*itertools.chain(*await asyncio.wait_for(asyncio.gather(*(group.scored for group in groups)), PATIENCE_S))]
     assert asked.rows == requests
     assert [row.score.reward for (row,) in found] == list(range(len(ended)))
 
@@ -371,12 +371,12 @@ class Swapping:
 )
 async def test_group_that_mixes_reward_versions_is_scored_again(answers, versions):
     scorer, loop = Swapping(*answers), asyncio.get_running_loop()
-    ready, *ended = (loop.create_future() for _ in range(3))
-    ready.set_result(VERSIONS)
+    ended = [loop.create_future() for _ in range(2)]
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
-    scoring = GroupScoring(scorer, None, ready, asyncio.Semaphore(16), group_size=2)
-    rows = [row for (row,) in await scoring.score_group(ended)]
+    group = GroupInFlight(scorer, None, asyncio.Semaphore(16), ended)  # type: ignore[arg-type]
+    group.versions.set_result(VERSIONS)
+    rows = [row for (row,) in await group.scored]
     assert not scorer.left
     assert [None if row.score.failure else row.score.reward_version for row in rows] == versions
     for i, (row, version) in enumerate(zip(rows, versions, strict=True)):

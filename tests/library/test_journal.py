@@ -237,34 +237,6 @@ def test_repeated_request_may_have_another_traceparent(journal):
     assert journal.traceparent(entry) is None
 
 
-@pytest.mark.parametrize("step", [1, 2, 9])
-def test_payload_that_fails_its_check_is_not_accepted(journal, step):
-    """The check runs while the file is written: a step that is new, one known, and one that does not fit."""
-    train(journal, 1)
-
-    def refuse():
-        raise ContractError("returns[0, 1]: nan, must be finite")
-
-    with pytest.raises(ContractError, match="must be finite"):
-        journal.accept_training(payload(), run_id=None, step=step, check=refuse)
-    assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
-
-
-def test_refused_step_returns_only_after_its_hashing_threads_end(tmp_path, monkeypatch):
-    """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
-    finished = []
-
-    def slow(array):
-        time.sleep(0.05)
-        finished.append(array)
-        return b"digest"
-
-    monkeypatch.setattr("rlhf_triton.store.journal_entry.field_digest", slow)
-    with pytest.raises(ContractError, match="send step 1 first"):
-        Journal(tmp_path, "test").accept_training(payload(), run_id=None, step=9)
-    assert len(finished) == 5
-
-
 def test_full_disk_leaves_no_entry(journal, monkeypatch):
     train(journal, 1)
     with monkeypatch.context() as patch:
@@ -425,15 +397,16 @@ def test_racing_writers_get_distinct_numbers(journal):
 
 
 def send_during(journal, step, meanwhile):
-    """Call `meanwhile` while the payload is being written."""
+    """Call `meanwhile` after the payload is written, before the step is accepted."""
+    sending = Journal(journal.root, "run")
+    accepting = sending._accepting
 
-    def check():
-        give_up_at = time.monotonic() + 120
-        while not unfinished(journal) and time.monotonic() < give_up_at:
-            time.sleep(0.001)
+    def late(sender):
         meanwhile()
+        return accepting(sender)
 
-    return journal.accept_training(payload(), run_id="run", step=step, check=check)
+    sending._accepting = late  # type: ignore[method-assign]
+    return sending.accept_training(payload(), run_id="run", step=step)
 
 
 def unfinished(journal):
@@ -463,7 +436,7 @@ def test_accept_times_out_if_a_suspended_writer_holds_the_lock(journal, monkeypa
     monkeypatch.setattr("rlhf_triton.store.journal.ACCEPT_PATIENCE_S", 0.05)
     other = Journal(journal.root, "run")
     for ask in (lambda: train(other, 2), lambda: other.accept_save(run_id=None)):
-        with journal._accepting(), pytest.raises(OSError, match=r"locked by another process .*ACCEPT"):
+        with journal._accepting(None), pytest.raises(OSError, match=r"locked by another process .*ACCEPT"):
             ask()
     assert [path.name for path in entries_folder(journal).iterdir()] == ["00000001.train"]
     assert train(journal, 2).step == 2

@@ -23,14 +23,12 @@ import xxhash
 from live_system import make_run
 from safetensors.numpy import save_file
 from test_journal import done, train
-from test_journal import journal as journal  # a fixture
-from versions import reseal
 
 import rlhf_triton.tools.run
 from rlhf_triton import digests
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import weights
-from rlhf_triton.store.durable import TEMPORARY_SUFFIX, create_file, remove_folder, sweep, write_folder
+from rlhf_triton.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
 from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
@@ -138,12 +136,6 @@ def test_checkpoints_and_versions_are_synced_before_their_rename(make, synced):
     synced.clear()
     rig.checkpoints.drop_after(1)  # the sidecar writes elsewhere
     assert [path for path in synced if path.is_relative_to(rig.checkpoints.root)][-1] == rig.checkpoints.root
-
-
-def test_create_file_continues_after_a_partial_write(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)[:4]))
-    create_file(tmp_path / "file", b"abc", b"", b"defghijk", b"lm")
-    assert (tmp_path / "file").read_bytes() == b"abcdefghijklm"
 
 
 # ---- a folder that replaces another ----
@@ -326,7 +318,6 @@ def test_versions_are_numbered_upwards_and_current_never_falls(store):
     for step in range(3):
         manifest = add(store, step, parent=step - 1 if step else None)
         assert manifest == store.manifest(step) == store.verify_files(step)
-        assert manifest.tensors == {"w": ["F32", [2, 3]]}
     assert store.versions() == [0, 1, 2]
     assert store.current() is None  # adding does not serve
     store.set_current(1)
@@ -399,7 +390,7 @@ def test_verify_files_detects_damaged_weights(tmp_path, damage):
     store = WeightsStore(tmp_path / "weights")
     manifest = add(store, 0)
     assert manifest.digest.startswith("xxh3:")
-    assert WeightsStore(store.root).verify_files(0).tensors == manifest.tensors  # whatever its own setting
+    assert WeightsStore(store.root).verify_files(0) == manifest
     file = store.folder(0) / "model.safetensors"
     data = file.read_bytes()
     file.unlink()  # it is read-only
@@ -433,13 +424,6 @@ def test_edited_manifest_field_is_detected(store, field):
     (store.folder(0) / "manifest.json").write_text(json.dumps(edited))
     with pytest.raises(WeightsError, match=r"version 0: manifest\.json is damaged"):
         store.manifest(0)
-
-
-def test_verify_files_detects_a_manifest_with_other_tensors(store):
-    add(store, 0)
-    reseal(store.folder(0), tensors={"w": ["F32", [3, 2]]})
-    with pytest.raises(WeightsError, match="version 0: tensors differ"):
-        store.verify_files(0)
 
 
 @pytest.mark.parametrize("name", ["", "three", "-1", "\udcff", "99999999999999999999", "007", "²", "9" * 400])

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np

@@ -14,9 +14,9 @@ from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import RolloutRow
-from rlhf_triton.actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of
 from rlhf_triton.config import ActorSection, RewardsSection
 
 
@@ -57,7 +57,7 @@ def states(policy: Policy) -> RunState:
 def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
     """Resume from a checkpoint as the actor does; return the saved state."""
     state = check_checkpoint_of(run.policy, root / str(step))
-    restore(root / str(step), state, run)
+    run.restore(root / str(step), state)
     return state
 
 
@@ -88,6 +88,10 @@ def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool
         returns=zeros,
         prev_values=zeros,
         kl=zeros,
+        groups=torch.arange(len(lengths)),
+        versions=torch.full((len(lengths),), -1),
+        positive=torch.ones(len(lengths), dtype=torch.bool),
+        conversations=torch.arange(len(lengths)),
     )
 
 

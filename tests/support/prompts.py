@@ -42,7 +42,7 @@ def prompts_of(inputs: StepInputs, step: int, count: int = 4) -> list[Prompt]:
     """Read the `count` prompts of a step, after those of the steps before it, and record the positions."""
     if step - 1 not in inputs.positions:
         prompts_of(inputs, step - 1, count)
-    found = inputs.read(count, inputs.positions_after(step - 1))
+    found = inputs.read(count, inputs.positions[step - 1])
     inputs.record(step, found[-1][1])
     return [prompt for prompt, _ in found]
 

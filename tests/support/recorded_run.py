@@ -21,8 +21,7 @@ from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of
-from rlhf_triton.actor.policy.checkpoint import RunState
-from rlhf_triton.actor.run.checkpoints import RunCheckpoints
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import SETTINGS_FILE

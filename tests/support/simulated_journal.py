@@ -37,13 +37,13 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[int]:
             },
         }
     )
-    moments = SimpleNamespace(state=lambda: [0.0, 0.0, 0.0])
     state = SimpleNamespace(
-        policy=SimpleNamespace(trained=SimpleNamespace(optimizer_step=0), fingerprint=""),
-        shaper=SimpleNamespace(moments=moments),
-        kl=SimpleNamespace(coef=0.0),
+        policy=SimpleNamespace(fingerprint=""),
+        numbers=dict,
         inputs=SimpleNamespace(
-            seed_of=lambda step: step, positions_after=lambda step: Positions(2 * step), fingerprints={}
+            seed_of=lambda step: step,
+            positions={step: Positions(2 * step) for step in range(steps + 1)},
+            fingerprints={},
         ),
     )
     checkpoints = folder / "checkpoints" / "actor"
@@ -61,14 +61,14 @@ def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[int]:
             samples.add_groups(step, groups)
             await samples.durable()
             header = {"kind": "step", "step": step, "groups": samples._numbers}
-            samples._append(lambda header=header: StoredRecord(header, {"weights": digests}))
+            samples._append(step, lambda header=header: [StoredRecord(header, {"weights": digests})])
             if step % EVERY == 0:
                 await samples.durable()
                 make_folder(checkpoints / str(step))
                 (checkpoints / str(step) / "state.json").touch()
                 shutil.rmtree(checkpoints / str(step - KEEP * EVERY), ignore_errors=True)
-                samples.prune(step)
-                sizes.append(sum(path.stat().st_size for path in samples_of(folder).iterdir()))
+                samples.prune()
+                sizes.append(sum(path.stat().st_size for path in samples_of(folder).rglob("*") if path.is_file()))
         samples.close()
         return max(sizes)
 

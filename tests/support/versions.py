@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.weights import MANIFEST_FILE, WeightsStore
@@ -16,11 +17,14 @@ def reseal(folder: Path, **changes: Any) -> None:
     """
     manifest = WeightsStore(folder.parent).manifest(int(folder.name))
     paths = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE)
-    fitting = {
-        "files": {path.name: digest_of(path) for path in paths},
-        "tensors": dict(WeightsStore._tensor_types(folder)),
-    }
+    fitting = {"files": {path.name: digest_of(path) for path in paths}}
     write_json(folder / MANIFEST_FILE, dataclasses.replace(manifest, **{**fitting, **changes}).to_json())
+
+
+def tensor_types(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of the tensors in a version's folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: (info.dtype, info.shape) for path in files for name, info in read_header(path).items()}
 
 
 def flip(path: Path) -> None:

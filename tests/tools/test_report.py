@@ -362,8 +362,7 @@ class TestSamples:
     def recorded(self, folder, *, num_steps=1, num_tokens=3, recomputes=True, ahead=0):
         """Write a run whose steps have groups of two responses: one of `num_tokens` tokens, and one that failed."""
         run_dir = RecordedRun(folder).start().steps(*range(1, num_steps + 1)).finished(num_steps)
-        opening = {"kind": "opening", "session": 1, "resumed": 0, "step": 0, "first": 0}
-        log = RecordLog(run_dir / "samples", opening | {"settings": {"actor": {"max_off_policy_steps": ahead}}})
+        log = RecordLog(run_dir / "samples")
         tokens = [3, 4, *range(5, 5 + num_tokens)]
         columns = {
             "logprobs": np.array([0, 0] + [math.log(0.5)] * num_tokens, np.float32),
@@ -375,15 +374,15 @@ class TestSamples:
         failed = replace(a_sample([3, 4, 5], 2, name="a<b>"), score=Score(failure="too late"))
         whole, failed = (replace(row, prompt=replace(row.prompt, text="<b>It</b> " * 100)) for row in (whole, failed))
         for step in range(1, num_steps + 1):
-            for number in range(3):
-                group = Group(((whole,), (failed,)))
-                log.append(partial(record_of, group, step=step, number=number, seed=0))
+            group = Group(((whole,), (failed,)))
+            records = [record_of(group, step=step, number=number, seed=0) for number in range(3)]
             size = len(tokens) - 1 + 2  # positions of a group
             arrays = {"advantages": np.tile(np.arange(size, dtype=np.float32), 3)}
             if recomputes:
                 arrays["old_logprobs"] = np.full(3 * size, math.log(0.25), np.float32)
-            header = {"kind": "step", "step": step, "groups": [0, 1, 2], "num_dropped": 0}
-            log.append(partial(StoredRecord, header, arrays))
+            settings = {"actor": {"max_off_policy_steps": ahead}}
+            header = {"kind": "step", "step": step, "groups": [0, 1, 2], "num_dropped": 0, "settings": settings}
+            log.append(step, partial(list, [*records, StoredRecord(header, arrays)]))
         log.close()
         return run_dir
 

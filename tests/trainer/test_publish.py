@@ -11,7 +11,7 @@ from ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
 from tiny_checkpoints import save_tiny
-from versions import flip, reseal
+from versions import flip, reseal, tensor_types
 
 import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE
@@ -162,7 +162,7 @@ def llama(tmp_path):
 
 def dtypes_of(store, version):
     """The stored dtypes of head and body."""
-    tensors = store.manifest(version).tensors
+    tensors = tensor_types(store.folder(version))
     return [
         {dtype for name, (dtype, _) in tensors.items() if name.startswith("score") == head} for head in (True, False)
     ]
@@ -202,7 +202,7 @@ def published_by_a_rank(ranks, root, case):
     files = update.critic.write(root / "1")
     if ranks.rank == 0:
         assert files == {path.name: digest_of(path) for path in weights_module.weights_files(root / "1")}
-        manifest = Manifest(version=1, step=1, tensors=WeightsStore._tensor_types(root / "1"), files=files, **ABOUT)
+        manifest = Manifest(version=1, step=1, files=files, **ABOUT)
         write_json(root / "1" / "manifest.json", manifest.to_json())
     torch.distributed.barrier()
     verify_version(store, 1, update.critic)

@@ -23,10 +23,10 @@ from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy import policy as policy_module
-from rlhf_triton.actor.policy.checkpoint import save_checkpoint
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.checkpoints import save_checkpoint
 from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RankFailed
@@ -148,7 +148,7 @@ def session(ranks, folder, case, **others):
         logprobs = policy.sampled_logprobs(rows), policy.logprobs(rows), policy.logprobs(rows, reference=True)
         found[f"rows of step {step}"] = [row.tokens.tolist() for row in rows]
         found[f"logprobs of step {step}"] = [padded(each).numpy() for each in logprobs]
-        save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
+        save_checkpoint(root, states(policy), step, {}, keep=5)
         found[f"weights of step {step}"] = weights_of(policy)
         update.run(batch_of(step), seed=step, kl_coef=0.1)
     policy.save(root / "policy")

@@ -86,7 +86,7 @@ def _shown_step(found: RecordedSteps, step: int, tokenizer: Any) -> ShownStep:
     old: Sequence[np.ndarray | None]
     if OLD_LOGPROBS in record.arrays:
         old = np.split(record.arrays[OLD_LOGPROBS], ends)
-    elif found.openings[step]["settings"]["actor"]["max_off_policy_steps"]:
+    elif record.header["settings"]["actor"]["max_off_policy_steps"]:
         old = [None] * len(rows)  # the policies that sampled have computed log-probs, but not the one that was updated
     else:
         old = [None if row.policy_logprobs is None else row.policy_logprobs[1:] for row in rows]
