@@ -34,6 +34,10 @@ Stopped, StopRequested, RankLost    ends that are not errors
 AttemptFailed                       a failed attempt, before the next
 """
 
+import re
+from collections.abc import Mapping
+from typing import Any
+
 
 class RlhfError(Exception):
     """An error that the user can fix; the message names what is wrong and what to do."""
@@ -70,6 +74,13 @@ def reason_of(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if len(lines) == 2 and lines[0].endswith(":") else " ".join(lines)
     return text[:MAX_REASON] or type(error).__name__
+
+
+def reason_of_item(item: Mapping[str, Any]) -> str:
+    """Return the message of one of the `errors()` of a pydantic ValidationError, such as `must be less than 1`."""
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    return re.sub(r"^\w+ should ", "must ", item["msg"]).replace(" after validation", "")
 
 
 REPORTED = (RlhfError, OSError)

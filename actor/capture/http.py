@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from rlhf_triton.actor.data.chat import TemplateError
 from rlhf_triton.client.errors import RequestFailed
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RlhfError, reason_of_item
 from rlhf_triton.wire.texts import printable
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ def _problem(item: Any) -> tuple[str, str]:
     for part in item["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
     place = place or "body"
-    message = item["msg"].removeprefix("Value error, ")
+    message = reason_of_item(item)
     if item["type"] not in WITHOUT_VALUE:
         message += f", got {reprlib.repr(item['input'])}"
     return place, f"{place}{'' if message.startswith(('[', ':')) else ': '}{message}"

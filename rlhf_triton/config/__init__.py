@@ -56,7 +56,7 @@ from rlhf_triton.config.sections import (
 )
 from rlhf_triton.config.training_checks import check_training
 from rlhf_triton.config.yaml_file import read_yaml
-from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.errors import RlhfError, reason_of, reason_of_item
 from rlhf_triton.models.placement import Place, check_gpus, devices_of, ranks_here
 from rlhf_triton.rewards.function import KEY_OPTION
 from rlhf_triton.store import control_key
@@ -468,7 +468,7 @@ def _expected_type(item: Any) -> str:
         return f"a section with keys of {', '.join(_keys_in(_location(item), keys_of(RunConfig, '')))}"
     if item["type"] in ("tuple_type", "list_type"):
         return "a list"
-    return str(item["msg"]).removeprefix("Input should be ").partition(", unable")[0]
+    return reason_of_item(item).removeprefix("must be ").partition(", unable")[0]
 
 
 def _boolean_hint(item: Any) -> str:
@@ -508,7 +508,7 @@ def _invalid(item: Any, location: str, valid: list[str]) -> str:
         return f"{location} is missing; set it"
     if item["type"] in ("tuple_type", "list_type"):
         return f"{location} must be a list (got {item['input']!r})"
-    reason = item["msg"].removeprefix("Value error, ") + _boolean_hint(item)
+    reason = reason_of_item(item) + _boolean_hint(item)
     return f"{location}: {reason} (got {item['input']!r})" if location else reason
 
 

@@ -224,7 +224,7 @@ def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
         # Names with the same letters first: grpo for gpro.
         near.sort(key=lambda name: sorted(name) != sorted(value.lower()))
         valid = ", ".join(map(repr, names)) + (f", or {FILE}" if or_file else "")
-        raise ValueError(f"Input should be one of {valid}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ValueError(f"must be one of {valid}" + (f"; did you mean {near[0]}?" if near else ""))
 
     return AfterValidator(check)
 

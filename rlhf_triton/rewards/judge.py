@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import jinja2
 import jinja2.sandbox
 
-from rlhf_triton.errors import FunctionError, RlhfError
+from rlhf_triton.errors import FunctionError, RlhfError, reason_of_item
 from rlhf_triton.rewards.function import BadScore, Sample, count, describe
 
 try:
@@ -79,7 +79,7 @@ class Judge(pydantic.BaseModel):
             super().__init__(**options)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
-            raise FunctionError(f"options.{first['loc'][0]}: {first['input']!r:.80}: {first['msg']}") from None
+            raise FunctionError(f"options.{first['loc'][0]}: {first['input']!r:.80}: {reason_of_item(first)}") from None
         self._check()
         key = _key(self.api_key_env)
         # A redirect, or a proxy for requests to this machine, would send the key to another address.

@@ -90,7 +90,7 @@ def test_yaml_files_in_configs_are_valid(path):
         ("run: {dir: a}\n---\nrun: {dir: b}", "line 2, column 1: a second document starts here, which would be"),
         ("run:\n\tdir: a", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
         ("actor: {steps: 010}", "line 1, column 16: 010 starts with 0, which YAML 1.1 reads as octal"),
-        ("actor: {max_minutes: 1:30}", "actor.max_minutes: Input should be a valid number, unable to parse string"),
+        ("actor: {max_minutes: 1:30}", "actor.max_minutes: must be a valid number, unable to parse string"),
         ("run: {dir: \0}", "my.yaml is not valid YAML: unacceptable character #x0000"),
         ("[" * 5000, "my.yaml is not valid YAML: the values are nested too deeply"),
         ("reward: {standardization: off}", "(got False)"),
@@ -102,11 +102,11 @@ def test_yaml_files_in_configs_are_valid(path):
         ("actor: {max_off_policy_steps: true}", "max_off_policy_steps: must be a number, not true or false (got True)"),
         ("actor: {max_minutes: yes}", "actor.max_minutes: must be a number, not true or false (got True)"),
         ("reward: {attribute_weights: [1, true]}", "reward.attribute_weights: must be a number, not true or false"),
-        ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
-        ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
+        ("actor: {steps: 0}", "actor.steps: must be greater than or equal to 1 (got 0)"),
+        ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: must be a finite number (got nan)"),
         (
             "actor: {algorithm: {clip_ratio: 1.5}}",
-            "clip_ratio: Input should be less than or equal to 1",
+            "clip_ratio: must be less than or equal to 1",
         ),
         (
             "environment: {class: a.py:B, max_tokens: 512}",
@@ -138,12 +138,12 @@ def test_yaml_files_in_configs_are_valid(path):
         ),
         (
             "actor: {kl: {estimator: k9}}",
-            f"actor.kl.estimator: Input should be one of {listed('auto', *KL_ESTIMATORS)} (got 'k9')",
+            f"actor.kl.estimator: must be one of {listed('auto', *KL_ESTIMATORS)} (got 'k9')",
         ),
         ("actor: {algorithm: {name: gpro}}", f"one of {listed(*ALGORITHMS)}; did you mean grpo? (got 'gpro')"),
         (
             "actor: {algorithm: {loss: cliped}}",
-            f"actor.algorithm.loss: Input should be one of {listed('auto', *LOSSES)}, or path/to/file.py:name; did",
+            f"actor.algorithm.loss: must be one of {listed('auto', *LOSSES)}, or path/to/file.py:name; did",
         ),
         ("actor: {algorithm: {loss: 'my loss:'}}", "'my loss:' does not name a function; write path/to/file.py:name"),
         (
@@ -185,7 +185,7 @@ def test_yaml_files_in_configs_are_valid(path):
         ),
         (
             "reward: {token_budget: lots}",
-            "my.yaml: reward.token_budget: Input should be a valid integer, unable to parse string as an",
+            "my.yaml: reward.token_budget: must be a valid integer, unable to parse string as an",
         ),
         ("reward: {standardization: on}", "must be 'model' or 'off' or a section with keys of mean, std; YAML reads y"),
         ("reward: {standardization: {meen: 1}}", "my.yaml: unknown key reward.standardization.meen; did you mean"),
@@ -210,9 +210,9 @@ def test_yaml_files_in_configs_are_valid(path):
         ("reward: {function: 'a.py:f'}", "unknown key reward.function; did you mean rewards.<name>.function?"),
         ("run: {trace_endpoint: foo}", "run.trace_endpoint: must be a URL such as http://localhost:4318 (got 'foo')"),
         ("critic: {device: gpu}", "critic.device: must be cpu, cuda or cuda:N, such as cuda:0 (got 'gpu')"),
-        ("run: {seed: 4294967296}", "run.seed: Input should be less than 4294967296"),
+        ("run: {seed: 4294967296}", "run.seed: must be less than 4294967296"),
         ("run: {run_id: a b}", "run.run_id: use 1 to 64 letters, digits, '.', '_' or '-'"),
-        ("server: {http_port: 70000}", "server.http_port: Input should be less than or equal to 65535 (got 70000)"),
+        ("server: {http_port: 70000}", "server.http_port: must be less than or equal to 65535 (got 70000)"),
         (
             "actor: {rollout_size: 9, algorithm: {responses_per_prompt: 2}}",
             "actor.rollout_size (9) is not a multiple of actor.algorithm.responses_per_prompt (2); set it to 8 or 10",
@@ -230,8 +230,8 @@ def test_yaml_files_in_configs_are_valid(path):
             "actor: {ranks: 2, max_off_policy_steps: 2, algorithm: {old_logprobs: sampler}}",
             "actor.max_off_policy_steps (2): several ranks (actor.ranks: 2) generate at most one step ahead; set one",
         ),
-        ("actor: {max_off_policy_steps: two}", "actor.max_off_policy_steps: Input should be a valid integer"),
-        ("actor: {max_off_policy_steps: -1}", "actor.max_off_policy_steps: Input should be greater than or equal to 0"),
+        ("actor: {max_off_policy_steps: two}", "actor.max_off_policy_steps: must be a valid integer"),
+        ("actor: {max_off_policy_steps: -1}", "actor.max_off_policy_steps: must be greater than or equal to 0"),
         *[
             (
                 f"actor: {{algorithm: {{name: {name}, responses_per_prompt: 2}}, rewards: {{missing_eos_penalty: 1}}}}",
@@ -289,7 +289,7 @@ def test_yaml_files_in_configs_are_valid(path):
             for files, message in (
                 ("[]", "actor.prompts.files is empty; list a file, or set actor.prompts.path"),
                 ("[{path: x/a}, {path: x/../x/a}]", "actor.prompts.files: x/a occurs more than once; remove one"),
-                ("[{path: a, weight: 0}]", "actor.prompts.files.0.weight: Input should be greater than 0"),
+                ("[{path: a, weight: 0}]", "actor.prompts.files.0.weight: must be greater than 0"),
                 ("[{weight: 1}]", "actor.prompts.files.0.path is missing"),
                 ("[a]", "actor.prompts.files.0 is a section, not a value (got 'a'); its keys are path, weight"),
                 ("{a: 1}", "actor.prompts.files must be a list (got {'a': 1})"),
@@ -336,8 +336,8 @@ def test_all_config_problems_are_reported_together_with_their_source(tmp_path):
         load(tmp_path, text, "actor.steps=3", "actor.step_size=2")
     lines = [line.rpartition("/")[2] for line in str(caught.value).splitlines()]
     assert sorted(line[: len("my.yaml: unknown key actor.step")] for line in lines) == [
-        "my.yaml: actor.optimizer.lr: In",
-        "my.yaml: server.http_port: Inpu",
+        "my.yaml: actor.optimizer.lr: mu",
+        "my.yaml: server.http_port: must",
         "my.yaml: unknown key actor.step",
         "override 'actor.step_size=2': u",
     ]
@@ -375,7 +375,7 @@ def test_overrides_win_over_the_file(tmp_path):
         ("actor.stepz=3", "override 'actor.stepz=3': unknown key actor.stepz; did you mean actor.steps?"),
         ("actr.steps=3", "override 'actr.steps=3': unknown key actr; did you mean actor?"),
         ("actor..steps=3", "override 'actor..steps=3': unknown key actor."),
-        ("actor.steps=x", "override 'actor.steps=x': actor.steps: Input should be a valid integer"),
+        ("actor.steps=x", "override 'actor.steps=x': actor.steps: must be a valid integer"),
         (
             "actor.optimizer.min_lr=500",
             "override 'actor.optimizer.min_lr=500': actor.optimizer.min_lr (500) is above actor.optimizer.lr (9e-07)",
