@@ -283,6 +283,7 @@ class WeightsStore:
                 raise WeightsError(
                     f"version {version}: {MANIFEST_FILE} is damaged: its content does not match its seal"
                 )
+            data.pop("tensors", None)  # which 0.1.0 wrote
             return Manifest(**data)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise WeightsError(f"version {version}: cannot read {MANIFEST_FILE}: {reason_of(error)}") from error
@@ -301,8 +302,10 @@ class WeightsStore:
         *,
         run_id: str,
         step: int,
+        parent: int | None,
+        epoch: int,
         reuse: bool = True,
-        **about: Any,
+        **optional: Any,
     ) -> Manifest:
         """Write a new version and return its manifest; CURRENT does not change.
 
@@ -312,7 +315,7 @@ class WeightsStore:
             reuse: return the newest version if it has the same run, step and content (a replay after a crash) instead
                 of adding one. Older versions are never reused, because numbers must increase when steps are trained
                 again after a rewind.
-            about: further fields of the manifest: `parent`, `epoch`, and what the version has of the optional ones.
+            optional: the manifest's optional fields, such as `canary`.
 
         Raises:
             OSError: the write failed; nothing is left behind.
@@ -331,7 +334,9 @@ class WeightsStore:
                 step=step,
                 files=files,
                 base=None if adapters is None else adapters.base,
-                **about,
+                parent=parent,
+                epoch=epoch,
+                **optional,
             )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():

@@ -26,6 +26,7 @@ from test_journal import done, train
 
 import rlhf_triton.tools.run
 from rlhf_triton import digests
+from rlhf_triton.digests import json_digest
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import weights
 from rlhf_triton.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
@@ -424,6 +425,14 @@ def test_edited_manifest_field_is_detected(store, field):
     (store.folder(0) / "manifest.json").write_text(json.dumps(edited))
     with pytest.raises(WeightsError, match=r"version 0: manifest\.json is damaged"):
         store.manifest(0)
+
+
+def test_manifest_of_release_0_1_0_is_read(store):
+    manifest = add(store, 0)
+    written = {**dataclasses.asdict(manifest), "tensors": {"weight": ["F32", [2, 2]]}}
+    sealed = {**written, "seal": json_digest(written)}
+    (store.folder(0) / "manifest.json").write_text(json.dumps(sealed))
+    assert store.manifest(0) == manifest
 
 
 @pytest.mark.parametrize("name", ["", "three", "-1", "\udcff", "99999999999999999999", "007", "²", "9" * 400])
