@@ -23,6 +23,7 @@ import xxhash
 from live_system import make_run
 from safetensors.numpy import save_file
 from test_journal import done, train
+from test_journal import journal as journal  # a fixture
 
 import rlhf_triton.tools.run
 from rlhf_triton import digests
