@@ -181,9 +181,10 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
         for name in (*parts, *(() if is_chat else TEMPLATE_COLUMNS)):
             value = columns.get(name)
             if value not in (*EMPTY, {}) and not _is_within(prompt.text, value):
+                form = " as `messages`" if name in TEMPLATE_COLUMNS else ""
                 found[
-                    f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt"
-                    f"{' as `messages`' * (name in TEMPLATE_COLUMNS)}, or rename it if a reward function reads it"
+                    f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt{form}, or "
+                    "rename it if a reward function reads it"
                 ].append(prompt)
         options = template_options(tokenizers[0], columns) if is_chat and columns.get(TEMPLATE_VARIABLES) else {}
         tools = options.pop(TOOLS, None)
@@ -341,7 +342,9 @@ def _ends(tokenizer: Any, special: SpecialTokens, size: int | None) -> Finding:
         return warning(
             "ends", f"{text}; {end} {why}: name it there (eos_token_id), as the run's own policy folder will"
         )
-    return Finding("ends", text + ", one of which is padding, too: it stays an end" * (special.pad_id in ends))
+    if special.pad_id in ends:
+        text += ", one of which is padding, too: it stays an end"
+    return Finding("ends", text)
 
 
 def _named(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -101,11 +101,11 @@ def show(store: WeightsStore) -> None:
         size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
         written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST_FILE).stat().st_mtime))
         serving = [
-            record.name + " (silent)" * (store.records.last_sign(record) is not None)
+            record.name if store.records.last_sign(record) is None else f"{record.name} (silent)"
             for record in records
             if record.version == version
         ]
-        marks = ["CURRENT"] * (version == current) + serving
+        marks = ["CURRENT", *serving] if version == current else serving
         parent = "-" if manifest.parent is None else str(manifest.parent)
         print(
             f"{version:>8}  {manifest.step:>6}  {parent:>6}  {manifest.source or '-':<{width}}  {size:>8.1f}  "

@@ -206,7 +206,7 @@ class RunConfig(Section):
         found = [f"actor.algorithm.loss {algorithm.loss_name} (clip {', '.join(f'{x:g}' for x in algorithm.clip)})"]
         for key, value in algorithm.defaults.recipe.items():
             chosen = functools.reduce(getattr, key.split("."), cast(Any, self))
-            found.append(f"{key} {chosen}" + f" (published: {value})" * (chosen != value))
+            found.append(f"{key} {chosen}" if chosen == value else f"{key} {chosen} (published: {value})")
         return ", ".join(found)
 
     @property

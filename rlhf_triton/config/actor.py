@@ -542,7 +542,8 @@ def _check_components(actor: ActorSection, kl_in: str) -> None:
     rewards, usual = actor.rewards, RewardsSection()
     names = ("normalization", "clip", "missing_eos_penalty", "overlong_tokens")
     changed = [f"actor.rewards.{name}" for name in names if getattr(rewards, name) != getattr(usual, name)]
-    changed += ["actor.kl.penalty_in: reward"] * (actor.kl.uses_reference and kl_in == "reward")
+    if actor.kl.uses_reference and kl_in == "reward":
+        changed.append("actor.kl.penalty_in: reward")
     if changed and actor.algorithm.advantage == "auto":
         raise ValueError(
             f"{changed[0]} changes the sum of the rewards, but actor.algorithm.name: {actor.algorithm.name} "

@@ -27,7 +27,7 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
         return None  # no labels needed, or the committed repository, which is rendered without a checkpoint
     info = inspect_checkpoint(reward.model)
     count, names = reward_head(info).num_labels, info.label_names
-    listed = f"{reward.model} has {count} label{'s'[: count > 1]} ({', '.join(names)})"
+    listed = f"{reward.model} has {count} {'label' if count == 1 else 'labels'} ({', '.join(names)})"
     if given is None:
         ways = choices(names, good=names[-1 if info.good_label is None else info.good_label])
         if reward.process is not None:

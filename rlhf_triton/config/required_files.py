@@ -68,7 +68,7 @@ def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
     )
     needed = {place: int(place.gpus[-1].partition(":")[2]) + 1 for place in places}
     return [
-        f"{place.key}: {place.gpus[-1]} needs {count} GPU{'s'[: count > 1]}; {found}"
+        f"{place.key}: {place.gpus[-1]} needs {count} {'GPU' if count == 1 else 'GPUs'}; {found}"
         + (", or set it to cpu" if place.key.endswith(".device") else "")
         for place, count in needed.items()
         if count > usable

@@ -71,7 +71,7 @@ class TrainedModel:
             f"{section}.token_budget",
             settings.token_budget,
             remedy="lower actor.generation.max_new_tokens"
-            + f" or set {section}.gradient_checkpointing" * (not settings.gradient_checkpointing),
+            + ("" if settings.gradient_checkpointing else f" or set {section}.gradient_checkpointing"),
             alone=ranks.size == 1,
         )
         """Token budget of a micro-batch; halved when the GPU runs out of memory."""

@@ -81,7 +81,8 @@ class _Source:
         if name in self._definitions:
             return
         if isinstance(value, ModuleType):
-            self._import(value, f"import {value.__name__}" + f" as {name}" * (name != value.__name__))
+            alias = "" if name == value.__name__ else f" as {name}"
+            self._import(value, f"import {value.__name__}{alias}")
             for inner in attributes:
                 if isinstance(module := sys.modules.get(f"{value.__name__}.{inner}"), ModuleType):
                     self._import(module, f"import {module.__name__}")
