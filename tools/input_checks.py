@@ -183,8 +183,8 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
             if value not in (*EMPTY, {}) and not _is_within(prompt.text, value):
                 form = " as `messages`" if name in TEMPLATE_COLUMNS else ""
                 found[
-                    f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt{form}, or "
-                    "rename it if a reward function reads it"
+                    f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt{form}, "
+                    "or rename it if a reward function reads it"
                 ].append(prompt)
         options = template_options(tokenizers[0], columns) if is_chat and columns.get(TEMPLATE_VARIABLES) else {}
         tools = options.pop(TOOLS, None)
