@@ -235,7 +235,7 @@ def test_weights_verify_names_the_damaged_version(rig, tmp_path, capsys):
     path.write_bytes(data[:-9])
     assert main(["verify", *config]) == 1
     told = capsys.readouterr()
-    assert "version 1: cannot read model.safetensors" in told.out
+    assert "version 1: model.safetensors has digest" in told.out
     assert (told.out.count("good"), told.err) == (2, "error: 1 of 3 versions cannot be served\n")
     assert main(["verify", *config, "--version", "2"]) == 0
     for target, message in ([], "version 1: cannot read"), (["--to", "77"], "version 77 is not in the weights store"):

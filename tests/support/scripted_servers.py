@@ -62,19 +62,19 @@ class Rig(ServerPool[Scripted]):
     async def take(self, model: str = "m", *, writes: bool = False) -> str:
         """Send a request that is answered at once; return the URL of its server."""
         async with self.select(model, writes=writes, patient=True) as server:
-            self.answered(server, model)
+            self.record_success(server, model)
             return server.url
 
     async def fail(self, url: str, failure: AttemptFailed, model: str = "m") -> bool:
         """Report a failed request to this server; return whether that suspends the server."""
-        return await self.failed(self[url], model, failure)
+        return await self.record_failure(self[url], model, failure)
 
     async def lose_all(self) -> None:
         """Make all servers refuse connections."""
         await self.take()
         for server in self.servers:
             server.connection.refuses = True
-            await self.failed(server, "m", REFUSED)
+            await self.record_failure(server, "m", REFUSED)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -185,7 +185,7 @@ REFUSALS = [
     ({"prompts": []}, "prompts: there are no prompts; give texts"),
     (
         {"prompts": {"train": []}},
-        "prompts: a dictionary with the splits train; give one of them, such as prompts['train']",
+        "prompts: a dictionary with the splits train; give one of them, such as prompts.'train'.",
     ),
     ({"validation": 3}, "validation: 3, must be texts, chats"),
     ({"reward": ["a", "b"]}, "reward: .*/a and b are two models, but a server has one reward model"),
