@@ -1,7 +1,6 @@
 """GRPO and its relatives, which compare a response's reward with the rewards of all responses to the prompt."""
 
 import torch
-from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import (
     divide_by_mean,
@@ -9,10 +8,10 @@ from rlhf_triton.actor.algorithms.advantages import (
     process_supervision,
     subtract_mean,
 )
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
 
 
-def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Standardise each response's total reward over all responses to the same prompt.
 
     With a process reward, standardise the rewards of all steps instead (`process_supervision`); the rest of a
@@ -30,7 +29,7 @@ def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return inputs.spread(advantages), inputs.spread(inputs.totals)
 
 
-def decoupled(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def decoupled(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Standardise each component of the reward over all responses to the same prompt, and sum them by weight (GDPO).
 
         A_i = sum_k w_k * (r_{i,k} - mean_k) / (std_k + 1e-6)
@@ -49,13 +48,13 @@ def decoupled(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return inputs.spread(advantages), inputs.spread(inputs.totals)
 
 
-def centred(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def centred(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Subtract the mean total reward of the prompt's responses from each total (Dr. GRPO, REINFORCE++-baseline)."""
     advantages = subtract_mean(inputs.totals, inputs.groups, inputs.counted)
     return inputs.spread(advantages), inputs.spread(inputs.totals)
 
 
-def relative(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def relative(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Subtract the mean total reward of the prompt's responses from each total, and divide by that mean (MaxRL)."""
     advantages = divide_by_mean(inputs.totals, inputs.groups, inputs.counted)
     return inputs.spread(advantages), inputs.spread(inputs.totals)

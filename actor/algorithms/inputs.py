@@ -126,7 +126,7 @@ class LossInputs:
         }
 
 
-# Returns (advantages, returns), each [B, S-1].
-Advantage = Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
-# Returns (loss, metrics): a scalar from `LossInputs.mean`, and scalars from `LossInputs.sum`.
-Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+AdvantagesAndReturns = tuple[Tensor, Tensor]  # each [B, S-1]
+Advantage = Callable[[AdvantageInputs], AdvantagesAndReturns]
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]  # a scalar from `LossInputs.mean`, scalars from `LossInputs.sum`
+Loss = Callable[[LossInputs], LossAndMetrics]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape
-from rlhf_triton.actor.algorithms.inputs import MOST_LOG_RATIO, LossInputs
+from rlhf_triton.actor.algorithms.inputs import MOST_LOG_RATIO, LossAndMetrics, LossInputs
 from rlhf_triton.config.algorithms import GATES, KL_ESTIMATORS
 from rlhf_triton.rewards.function import import_function
 
 
-def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped(inputs: LossInputs) -> LossAndMetrics:
     """Compute PPO's clipped surrogate loss.
 
         rho_t = exp(clamp(logprobs_t - old_logprobs_t, -20, 20))
@@ -29,7 +29,7 @@ def clipped(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return _surrogate(inputs, inputs.log_ratio.exp())
 
 
-def gspo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def gspo(inputs: LossInputs) -> LossAndMetrics:
     """Compute GSPO's loss: PPO's clipped loss with one ratio per response, the geometric mean of its token ratios.
 
         s = exp(sum_t m_t * (logprobs_t - old_logprobs_t) / sum_t m_t)
@@ -43,7 +43,7 @@ def gspo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return _surrogate(inputs, (log_ratio + inputs.logprobs - inputs.logprobs.detach()).exp())
 
 
-def _surrogate(inputs: LossInputs, ratio: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _surrogate(inputs: LossInputs, ratio: Tensor) -> LossAndMetrics:
     clamped = ratio.clamp(1 - inputs.clip.low, 1 + inputs.clip.high)
     free = -inputs.advantages * ratio
     bounded = -inputs.advantages * clamped
@@ -53,7 +53,7 @@ def _surrogate(inputs: LossInputs, ratio: Tensor) -> tuple[Tensor, dict[str, Ten
     }
 
 
-def cispo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def cispo(inputs: LossInputs) -> LossAndMetrics:
     """Compute CISPO's loss: REINFORCE with each token weighted by its clipped ratio, so every token keeps a gradient.
 
         l_t = -sg(clamp(rho_t, 1 - low, 1 + high)) * A_t * logprobs_t
@@ -63,7 +63,7 @@ def cispo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return _weighted(inputs, _within(inputs, "clip"))
 
 
-def dis(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def dis(inputs: LossInputs) -> LossAndMetrics:
     """Compute SAO's loss (direct double-sided importance sampling), which excludes tokens whose ratio is out of range.
 
         l_t = -sg(rho_t) * A_t * logprobs_t where 1 - low <= rho_t <= 1 + high, otherwise 0
@@ -73,7 +73,7 @@ def dis(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return _weighted(inputs, _within(inputs, "mask"))
 
 
-def dppo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def dppo(inputs: LossInputs) -> LossAndMetrics:
     """Compute DPPO's loss, which excludes tokens whose probability has already moved far in the advantage's direction.
 
         p_t = exp(logprobs_t), q_t = exp(old_logprobs_t)
@@ -88,7 +88,7 @@ def dppo(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     return _weighted(inputs, inputs.log_ratio.detach().exp().clamp(max=MOST_DPPO_RATIO) * kept)
 
 
-def flash_reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def flash_reinforce(inputs: LossInputs) -> LossAndMetrics:
     """Compute FlashREINFORCE's loss, which excludes responses of too different policies and weights the others.
 
         l_t = -sg(rho_t) * A_t * logprobs_t where mean_t(binary_kl_t) <= high, otherwise 0
@@ -110,13 +110,13 @@ def _factors(inputs: LossInputs, **correction: Any) -> Tensor:
     return importance_factors(inputs.logprobs.detach(), inputs.old_logprobs, inputs.mask, **correction)
 
 
-def _weighted(inputs: LossInputs, factors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _weighted(inputs: LossInputs, factors: Tensor) -> LossAndMetrics:
     changed = factors != inputs.log_ratio.detach().exp()
     loss = inputs.mean(-factors * inputs.advantages * inputs.logprobs)
     return loss, {"clip_fraction": inputs.sum(changed), "ppo_ratio_clamped": inputs.sum(factors)}
 
 
-def reinforce(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+def reinforce(inputs: LossInputs) -> LossAndMetrics:
     """Compute the REINFORCE loss, -sum_t w_t * A_t * logprobs_t / total.
 
     It has the gradient of the clipped loss at ratio 1, so it is meant for on-policy samples.

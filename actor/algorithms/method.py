@@ -13,23 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.inputs import Advantage, AdvantageInputs, ClipRange, Loss, LossInputs
+from rlhf_triton.actor.algorithms.inputs import (
+    Advantage,
+    AdvantageInputs,
+    AdvantagesAndReturns,
+    ClipRange,
+    Loss,
+    LossAndMetrics,
+    LossInputs,
+)
 from rlhf_triton.config import AlgorithmSection, KLSection, RunConfig
 from rlhf_triton.config.algorithms import LOSSES
 from rlhf_triton.config.without_effect import effect_line
-from rlhf_triton.rewards.function import FunctionError, describe, import_function
+from rlhf_triton.rewards.function import FunctionError, UserFunction, describe, import_function
 
 # Checks of a user's own advantage function and loss. Each error is one sentence that names the function.
 
 
-def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
+def checked_advantage(spec: str, function: UserFunction) -> Advantage:
     """Wrap the user's advantage function so that its result is checked.
 
     The wrapper raises FunctionError unless the result is (advantages, returns), each `[B, S-1]` and finite inside the
     mask.
     """
 
-    def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
         shape, outside = tuple(inputs.mask.shape), inputs.mask == 0
         expected = f"(advantages, returns), two tensors of shape {shape} that are finite inside the mask"
 
@@ -44,7 +52,7 @@ def checked_advantage(spec: str, function: Callable[..., Any]) -> Advantage:
     return advantage
 
 
-def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
+def checked_loss(spec: str, function: UserFunction) -> Loss:
     """Wrap the user's loss so that its result is checked.
 
     The wrapper raises FunctionError unless the result is (loss, metrics), a scalar with a gradient and a mapping of
@@ -60,7 +68,7 @@ def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
         value, metrics = result
         return all(_shape(scalar) == () for scalar in (value, *metrics.values())) and value.requires_grad
 
-    def loss(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(inputs: LossInputs) -> LossAndMetrics:
         nonlocal is_first
         value, metrics = _call_checked(f"actor.algorithm.loss: {spec}", function, inputs, is_valid, expected)
         if is_first and inputs.logprobs.requires_grad:
@@ -77,7 +85,7 @@ def checked_loss(spec: str, function: Callable[..., Any]) -> Loss:
 
 
 def _call_checked(
-    named: str, function: Callable[..., Any], inputs: Any, is_valid: Callable[[Any], bool], expected: str
+    named: str, function: UserFunction, inputs: Any, is_valid: Callable[[Any], bool], expected: str
 ) -> Any:
     try:
         result = function(inputs)

@@ -1,12 +1,10 @@
 """PPO, VAPO, SAO: advantages from a critic."""
 
-from torch import Tensor
-
 from rlhf_triton.actor.algorithms.advantages import gae, length_adaptive
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
 
 
-def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Return (advantages, returns) from GAE over the critic's values.
 
     With `lam_values` or `lam_length`, the lambda of the returns differs from that of the advantages (decoupled GAE).

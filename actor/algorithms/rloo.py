@@ -1,13 +1,11 @@
 """RLOO, which compares each response's reward with the mean reward of the other responses to the prompt."""
 
-from torch import Tensor
-
 from rlhf_triton.actor.algorithms.advantages import leave_one_out
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
 from rlhf_triton.errors import RlhfError
 
 
-def advantage(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
+def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Subtract from each response's total reward the mean over the other responses to the same prompt.
 
     The returns are the total rewards; `gamma` and `lam` are unused.

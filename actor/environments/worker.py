@@ -17,8 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlhf_triton.errors import FunctionError
-from rlhf_triton.rewards.function import BadScore, checked, configured, describe, group_scores, import_function
-from rlhf_triton.workers.child import Parent, frame, read_frame
+from rlhf_triton.rewards.function import (
+    BadScore,
+    UserFunction,
+    checked,
+    configured,
+    describe,
+    group_scores,
+    import_function,
+)
+from rlhf_triton.workers.child import Message, Parent, frame, read_frame
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that are not tools
 MAX_CHARACTERS = 20_000  # limit of an observation or a tool's result
@@ -28,15 +36,15 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 class HostedEnvironment:
     """One instance of the user's class, and its thread. Operations raise BadScore; only one may run at a time."""
 
-    def __init__(self, parent: Parent, made: Callable[..., Any], score: Callable[..., Any] | None) -> None:
+    def __init__(self, parent: Parent, made: UserFunction, score: UserFunction | None) -> None:
         self.lock = asyncio.Lock()
         self._parent, self._settings, self._made, self._score = parent, parent.settings, made, score
         self._thread = ThreadPoolExecutor(1)
         self._target: Any = None
-        self._tools: dict[str, Callable[..., Any]] | None = None
+        self._tools: dict[str, UserFunction] | None = None
         self.row: dict[str, Any] = {}
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self) -> Message:
         """Return {"tools": JSON schemas}, None for a class with `step`; close the instance."""
         await self._call(self._construct)
         schemas = None
@@ -47,14 +55,14 @@ class HostedEnvironment:
         await self.close()
         return {"tools": schemas}
 
-    async def reset(self, row: dict[str, Any]) -> dict[str, Any]:
+    async def reset(self, row: dict[str, Any]) -> Message:
         """Create the instance and return its first observation, which may be None."""
         self.row = row
         await self._call(self._construct)
         observation = await self._call(self._reset)
         return {"observation": None if observation is None else self._text(observation, "the observation")}
 
-    async def step(self, action: str) -> dict[str, Any]:
+    async def step(self, action: str) -> Message:
         """Return observation, reward and whether the episode has ended."""
         result = await self._call(self._target.step, action)
         if not isinstance(result, tuple) or len(result) not in (3, 5):
@@ -65,7 +73,7 @@ class HostedEnvironment:
         text = self._text(observation, "the observation")
         return {"observation": text, "reward": _reward(reward), "done": any(map(bool, ends))}
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Message:
         """Return a tool's result as text for the model; an error in the call is also returned as text."""
         tools = self._tools or {}
         try:
@@ -80,7 +88,7 @@ class HostedEnvironment:
             text = f"error: {describe(cause.with_traceback(None))}"
             return {"text": text.encode(errors="backslashreplace").decode()}
 
-    async def reward(self) -> dict[str, Any]:
+    async def reward(self) -> Message:
         """Return the sum of `get_reward` and the reward function; None if neither exists or both return None."""
         rewards = []
         if callable(getattr(self._target, "get_reward", None)):
@@ -92,7 +100,7 @@ class HostedEnvironment:
         present = [reward for reward in rewards if reward is not None]
         return {"reward": sum(present) if present else None}
 
-    async def close(self) -> dict[str, Any]:
+    async def close(self) -> Message:
         """Call the instance's `close`, if it has one, and end its thread."""
         try:
             if callable(close := getattr(self._target, "close", None)):
@@ -101,7 +109,7 @@ class HostedEnvironment:
             self._thread.shutdown(wait=False)
         return {}
 
-    async def _call(self, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
+    async def _call(self, function: UserFunction, /, *arguments: Any, **keywords: Any) -> Any:
         """Call user code in the instance's thread, and await the result on the loop if needed. Raises BadScore."""
 
         def in_thread() -> Any:
@@ -156,7 +164,7 @@ class HostedEnvironment:
         return value
 
 
-def _accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(function: UserFunction, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `values` that the function accepts as keyword arguments."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -180,12 +188,12 @@ def _is_defect(error: BaseException, given: str) -> bool:
 
 
 async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
-    """Answer calls until the socket is closed."""
+    """Message calls until the socket is closed."""
     reader, writer = await asyncio.open_connection(sock=parent.channel)
     instances = collections.defaultdict[int, HostedEnvironment](host)
     tasks = set()
 
-    async def answer(message: dict[str, Any]) -> None:
+    async def answer(message: Message) -> None:
         hosted = instances[message["instance"]]
         try:
             async with hosted.lock:

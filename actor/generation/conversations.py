@@ -24,7 +24,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, NewRow, RowSource, SamplingJob
 from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
@@ -49,8 +49,8 @@ class _FinishedConversation:
     conversation: Conversation
 
 
-# A row's number and its tokens before the next turn; a finished conversation; an error; None: from `wake`.
-Arrival = tuple[int, Sequence[int]] | _FinishedConversation | BaseException | None
+# A row before its next turn; a finished conversation; an error; None: from `wake`.
+Arrival = NewRow | _FinishedConversation | BaseException | None
 
 
 @dataclass(kw_only=True)
@@ -318,9 +318,9 @@ class ConversationSource(RowSource):
         self._awaited.add(index % ROW_STEP)
         self._loop.call_soon_threadsafe(set_turn)
 
-    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+    def next_rows(self, *, wait: bool) -> list[NewRow]:
         """Return the rows that environments have answered, and report finished conversations; raises their errors."""
-        ready: list[tuple[int, Sequence[int]]] = []
+        ready: list[NewRow] = []
         while self.size:
             try:
                 arrival = self._arrivals.get(block=bool(self._awaited) if self._lockstep else wait and not ready)
@@ -341,7 +341,7 @@ class ConversationSource(RowSource):
             self._awaited.discard(arrival[0] % ROW_STEP)
         return sorted(ready, key=lambda row: row[0]) if self._lockstep else ready
 
-    def _without(self, number: int, ready: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequence[int]]]:
+    def _without(self, number: int, ready: Sequence[NewRow]) -> list[NewRow]:
         """Return the rows of other conversations; cancel the calls that an agent has left open."""
         left = [row for row, _ in ready if row % ROW_STEP == number]
         self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in left])

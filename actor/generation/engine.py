@@ -5,7 +5,7 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.generation import Generation
-from rlhf_triton.actor.generation.row_sources import PromptSource, RowSource, SamplingJob
-from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler
+from rlhf_triton.actor.generation.row_sources import IsPaused, PromptSource, RowSource, SamplingJob
+from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler, decoded_rows
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
 from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
@@ -109,7 +109,7 @@ class LocalGeneration(Generation):
         self._jobs = []
         self._added = queue.SimpleQueue()
 
-    def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+    def decode(self, is_paused: IsPaused = lambda: False) -> None:
         """Generate until all jobs are done, or until `is_paused`, which is called before each forward pass."""
         try:
             remaining = self._num_unfinished()
@@ -122,7 +122,7 @@ class LocalGeneration(Generation):
     def _num_unfinished(self) -> int:
         return sum(len(job.prompts) for job in self._jobs)
 
-    def _decode(self, is_paused: Callable[[], bool], slots: int) -> None:
+    def _decode(self, is_paused: IsPaused, slots: int) -> None:
         """Generate with this many slots; after out-of-memory, unfinished conversations restart with the same draws."""
         try:
             with self._merged_adapters():
@@ -140,7 +140,7 @@ class LocalGeneration(Generation):
                         budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
                         settings = self._sampling_settings()
                         self._decoder = Decoder(self._model, settings, slots=slots, token_budget=budget)
-                    self._decoder.run(source, source.draws, is_interrupted, version=self.version)
+                    self._decoder.run(source, is_interrupted, version=self.version)
                 else:
                     self._generate_with_transformers(source, is_interrupted, slots)
         except RuntimeError:  # perhaps out of memory: the cache must be free before the next attempt
@@ -256,7 +256,7 @@ class LocalGeneration(Generation):
             responses[index] = rows[0].tokens[len(starts[index]) :].tolist()
 
         row_source.add(SamplingJob(prompts, finished, seed=0, greedy=True))
-        decoder.run(row_source, row_source.draws)
+        decoder.run(row_source)
         distances = []
         for index, start in enumerate(starts):
             row = torch.tensor([[*start.tolist(), *responses[index]]], device=self._model.device)
@@ -265,24 +265,15 @@ class LocalGeneration(Generation):
             distances.append((logits.softmax(-1) - torch.stack(distributions[index])).abs().sum(-1) / 2)
         return float(torch.cat(distances).max())
 
-    def _generate_with_transformers(self, source: RowSource, is_paused: Callable[[], bool], size: int) -> None:
+    def _generate_with_transformers(self, source: RowSource, is_paused: IsPaused, size: int) -> None:
         """Generate turns with transformers' `generate`, in batches of `size` rows of similar length.
 
         `is_paused` is called before each batch; `_waiting_rows` keeps the rows that are left.
         """
         while source.size and not is_paused():
             if not self._waiting_rows:
-                self._waiting_rows = [
-                    DecodedRow(
-                        index=index,
-                        tokens=[*tokens],
-                        turn_start=len(tokens),
-                        draws=source.draws(index),
-                        order=source.order(index),
-                    )
-                    for index, tokens in source.next_rows(wait=True)
-                ]
-                self._waiting_rows.sort(key=lambda row: (-len(row.tokens), row.index))
+                new_rows = decoded_rows(source, wait=True)
+                self._waiting_rows = sorted(new_rows, key=lambda row: (-len(row.tokens), row.index))
             batch, self._waiting_rows = self._waiting_rows[:size], self._waiting_rows[size:]
             if not batch:  # woken
                 continue

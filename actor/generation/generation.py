@@ -1,11 +1,11 @@
 """The interface of what generates responses: decoding in this process, or vLLM servers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
-from rlhf_triton.actor.generation.row_sources import Finished, PromptSource, RowSource, SamplingJob
+from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, PromptSource, RowSource, SamplingJob
 from rlhf_triton.config import GenerationSection
 
 
@@ -33,7 +33,7 @@ class Generation(ABC):
         self,
         prompts: Mapping[int, Prompt],
         finished: Finished,
-        is_over: Callable[[], bool] = lambda: False,
+        is_over: IsPaused = lambda: False,
         *,
         seed: int,
         greedy: bool = False,
@@ -67,7 +67,7 @@ class Generation(ABC):
         """
 
     @abstractmethod
-    def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+    def decode(self, is_paused: IsPaused = lambda: False) -> None:
         """Generate until all jobs are done, or until `is_paused`."""
 
     @abstractmethod

@@ -13,6 +13,8 @@ from rlhf_triton.actor.data.rollout_rows import Conversation, row_of_response
 ROW_STEP = 1 << 32  # difference between the numbers of a conversation's rows; the first number is the conversation's
 DRAWN_AT_ONCE = 64
 Finished = Callable[[int, Conversation], None]
+IsPaused = Callable[[], bool]
+NewRow = tuple[int, Sequence[int]]  # number of a row, and its tokens so far
 
 
 @dataclass
@@ -68,8 +70,8 @@ class RowSource(ABC):
         """Receive the sampled turn of row `index`; must not block."""
 
     @abstractmethod
-    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
-        """Return (index, tokens so far) of each new row that needs a turn of the policy.
+    def next_rows(self, *, wait: bool) -> list[NewRow]:
+        """Return each new row that needs a turn of the policy.
 
         With `wait`, wait until there is one, or until `wake` is called.
         """
@@ -117,7 +119,7 @@ class PromptSource(RowSource):
     def __init__(self, *, max_new_tokens: int) -> None:
         super().__init__()
         self._max_new_tokens = max_new_tokens
-        self._waiting: list[tuple[int, Sequence[int]]] = []
+        self._waiting: list[NewRow] = []
 
     def add(self, job: SamplingJob) -> None:
         prompts = self.number(job)
@@ -128,7 +130,7 @@ class PromptSource(RowSource):
         place = self._places[index]
         self.finish(index, (row_of_response(place.job.prompts[place.index], turn),))
 
-    def next_rows(self, *, wait: bool) -> list[tuple[int, Sequence[int]]]:
+    def next_rows(self, *, wait: bool) -> list[NewRow]:
         waiting, self._waiting = self._waiting, []
         return waiting
 

@@ -22,7 +22,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from rlhf_triton.actor.data.recorded import PolicyTurn, Version
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
-from rlhf_triton.actor.generation.row_sources import RowSource
+from rlhf_triton.actor.generation.row_sources import IsPaused, RowSource
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.gpu import to_device
 
@@ -30,7 +30,6 @@ from rlhf_triton.models.gpu import to_device
 REFILL_SHARE = 4
 
 
-Draws = Callable[[int], Iterator[float] | None]
 Watch = Callable[[list[int], Tensor], None]
 
 
@@ -80,6 +79,20 @@ class DecodedRow:
     def turn(self, settings: SamplingSettings) -> PolicyTurn:
         """Return the finished turn."""
         return PolicyTurn(self.tokens[self.turn_start :], self.has_ended(settings), self.logprobs, self.versions)
+
+
+def decoded_rows(source: RowSource, *, wait: bool) -> list[DecodedRow]:
+    """Return the rows from `source.next_rows`, whose turns have not begun."""
+    return [
+        DecodedRow(
+            index=index,
+            tokens=[*tokens],
+            turn_start=len(tokens),
+            draws=source.draws(index),
+            order=source.order(index),
+        )
+        for index, tokens in source.next_rows(wait=wait)
+    ]
 
 
 class TokenSampler:
@@ -171,15 +184,11 @@ class Decoder:
         self._version = 0
 
     @torch.no_grad()
-    def run(
-        self, row_source: RowSource, draws: Draws, is_paused: Callable[[], bool] = lambda: False, *, version: int = 0
-    ) -> None:
+    def run(self, row_source: RowSource, is_paused: IsPaused = lambda: False, *, version: int = 0) -> None:
         """Decode turns until `row_source` has no unfinished conversation, or until `is_paused`; call again to go on.
 
         Args:
-            draws: given a row's index, returns an iterator over numbers uniform in [0, 1), one for each token sampled
-                in the row; its next turn continues the iterator. Own numbers make a row independent of the other rows.
-                None: take the most likely tokens. All rows at a time have draws, or none.
+            row_source: at a time, all of its rows have draws, or none.
             is_paused: called before each forward pass.
             version: of the model's weights.
 
@@ -189,18 +198,10 @@ class Decoder:
         self._version = version
         while not is_paused():
             wait = not self._rows and not self._waiting
-            new_rows = row_source.next_rows(wait=wait)
+            new_rows = decoded_rows(row_source, wait=wait)
             if wait and not new_rows and not row_source.size:
                 break
-            for index, tokens in new_rows:
-                row = DecodedRow(
-                    index=index,
-                    tokens=[*tokens],
-                    turn_start=len(tokens),
-                    draws=draws(index),
-                    order=row_source.order(index),
-                )
-                self._waiting.append(row)
+            self._waiting += new_rows
             self._resize(row_source)
             # Longest first: rows that join later mostly fit into the columns left of `end`, and padding stays small.
             self._waiting.sort(key=lambda row: (row.order, -len(row.tokens), row.index))

@@ -26,7 +26,7 @@ from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
 from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.generation import Generation
-from rlhf_triton.actor.generation.row_sources import Finished, SamplingJob
+from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, SamplingJob
 from rlhf_triton.actor.policy.loading import (
     PolicyModels,
     check_lora_targets,
@@ -184,7 +184,7 @@ class Policy:
             self._jobs.append(job)
 
     @torch.no_grad()
-    def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+    def decode(self, is_paused: IsPaused = lambda: False) -> None:
         """Generate until all jobs are done, or until `is_paused`; on several ranks, one job, without a pause."""
         with self.computing(), self._stream.running():
             if self._samplers is None:
@@ -204,7 +204,7 @@ class Policy:
         assert self._samplers is not None
 
         def respond(
-            prompts: Mapping[int, Prompt], finished: Finished, is_over: Callable[[], bool], *, seed: int, greedy: bool
+            prompts: Mapping[int, Prompt], finished: Finished, is_over: IsPaused, *, seed: int, greedy: bool
         ) -> None:
             with self._responding, self.computing(), self._stream.running():
                 self.generation.run_rows(prompts, finished, is_over, seed=seed, greedy=greedy)

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.inputs import LossInputs
+from rlhf_triton.actor.algorithms.inputs import LossAndMetrics, LossInputs
 from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
@@ -149,7 +149,7 @@ class PolicyUpdate:
         unweighted = dataclasses.replace(batch, policy_weights=torch.zeros_like(batch.policy_weights))
         names: set[str] = set()
 
-        def loss(chunk: list[int], counts: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss(chunk: list[int], counts: bool) -> LossAndMetrics:
             part = batch if counts else unweighted
             share, statistics = self._loss(part, rows[chunk], total, positive, kl_coef)
             if differing := (names or statistics.keys()) ^ statistics.keys():
@@ -162,9 +162,7 @@ class PolicyUpdate:
 
         return self._trained.accumulate(batch.lengths[rows], loss)
 
-    def _loss(
-        self, batch: PPOBatch, rows: Tensor, total: float, positive: float, kl_coef: float
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, batch: PPOBatch, rows: Tensor, total: float, positive: float, kl_coef: float) -> LossAndMetrics:
         """Return a micro-batch's share of the minibatch loss, and its statistics.
 
         Args:

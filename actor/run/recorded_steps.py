@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import numbers_in
-from rlhf_triton.store.record_log import RecordPosition, StoredRecord, read_records, record_at
+from rlhf_triton.store.record_log import RecordPlace, StoredRecord, read_records, record_at
 
 GROUP = "group"
 STEP = "step"
@@ -42,8 +42,8 @@ def describe_samples(folder: Path, step: int) -> str:
 class RecordedSteps:
     """The complete steps of a range, and where they and their groups are."""
 
-    steps: dict[int, RecordPosition] = field(default_factory=dict)
-    groups: dict[tuple[int, int], RecordPosition] = field(default_factory=dict)  # by step and number
+    steps: dict[int, RecordPlace] = field(default_factory=dict)
+    groups: dict[tuple[int, int], RecordPlace] = field(default_factory=dict)  # by step and number
     damage: list[RlhfError] = field(default_factory=list)  # what was skipped, and may be why a step is missing
 
     def step(self, step: int) -> StoredRecord:

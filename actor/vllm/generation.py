@@ -15,7 +15,7 @@ import numpy as np
 from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.generation.generation import Generation
-from rlhf_triton.actor.generation.row_sources import ROW_STEP, RowSource, SamplingJob
+from rlhf_triton.actor.generation.row_sources import ROW_STEP, IsPaused, RowSource, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.errors import ResponseLost
@@ -115,7 +115,7 @@ class VllmGeneration(Generation):
         self._added = queue.SimpleQueue()
         self._is_dropping = False
 
-    def decode(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+    def decode(self, is_paused: IsPaused = lambda: False) -> None:
         """Wait until the servers have responded to all jobs, or until `is_paused`.
 
         Raises:

@@ -64,6 +64,7 @@ OF_THE_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments", "c
 TIMEOUT_OPTION = "timeout_s"  # parameter through which a class receives the time limit of its calls
 KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the key's environment variable
 NOT_APPLICABLE = object()  # score of a sample to which the function does not apply
+UserFunction = Callable[..., Any]
 Function = Callable[[Any], Any]  # receives a `Sample`; a groupwise function receives a list of samples
 
 
@@ -183,7 +184,7 @@ def load_function(
     return _of_samples(spec, configured(spec, import_function(spec), dict(options or {}), timeout_s), columns)
 
 
-def import_function(spec: str) -> Callable[..., Any]:
+def import_function(spec: str) -> UserFunction:
     """Return the function or class that `spec` names. Raises FunctionError if it cannot be imported for any reason."""
     check_spec(spec)
     source, _, name = spec.rpartition(":")
@@ -202,7 +203,7 @@ def import_function(spec: str) -> Callable[..., Any]:
     return function
 
 
-def configured(spec: str, function: Callable[..., Any], options: dict[str, Any], timeout_s: float) -> Function:
+def configured(spec: str, function: UserFunction, options: dict[str, Any], timeout_s: float) -> Function:
     """Bind a function's options, or instantiate a class with them. Raises FunctionError as `load_function`."""
     is_class = isinstance(function, type)
     if not is_class and not options:
@@ -225,7 +226,7 @@ def configured(spec: str, function: Callable[..., Any], options: dict[str, Any],
         raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
 
 
-def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str] | None) -> Function:
+def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | None) -> Function:
     """Wrap a function: convert samples to the arguments of TRL's signature, if it has that, and await its results."""
     call = functools.partial(_awaited, function)
     try:
@@ -251,7 +252,7 @@ def _of_samples(spec: str, function: Callable[..., Any], columns: Collection[str
     return TrlFunction(call, parameters, needed)
 
 
-def _awaited(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+def _awaited(function: UserFunction, /, *arguments: Any, **named: Any) -> Any:
     """Call a function and return its result; as in TRL, one event loop awaits the coroutines of all calls."""
     found = function(*arguments, **named)
     return _event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
@@ -268,7 +269,7 @@ class TrlFunction:
     """Adapter that calls a function with TRL's signature, `(prompts, completions, **columns)`, for samples."""
 
     def __init__(
-        self, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], needed: Sequence[str]
+        self, function: UserFunction, parameters: Mapping[str, inspect.Parameter], needed: Sequence[str]
     ) -> None:
         """`needed`: parameters without a default; as in TRL, they are None for rows without the column."""
         self._function, self._needed = function, needed

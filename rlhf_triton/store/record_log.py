@@ -50,7 +50,7 @@ class StoredRecord:
 
 
 @dataclass(frozen=True)
-class RecordPosition:
+class RecordPlace:
     """Where a record is."""
 
     path: Path
@@ -93,7 +93,7 @@ class RecordLog:
 
 def read_records(
     folder: Path, step: int, damaged: Callable[[RlhfError], None] = _refuse
-) -> Iterator[tuple[RecordPosition, StoredRecord]]:
+) -> Iterator[tuple[RecordPlace, StoredRecord]]:
     """Yield the records of a step, in order.
 
     Args:
@@ -106,10 +106,10 @@ def read_records(
     for number in numbers_in(folder / str(step)):
         path = folder / str(step) / str(number)
         for position, payload in _payloads(path, damaged):
-            yield RecordPosition(path, position), decoded(payload)
+            yield RecordPlace(path, position), decoded(payload)
 
 
-def record_at(place: RecordPosition) -> StoredRecord:
+def record_at(place: RecordPlace) -> StoredRecord:
     """Return the record at a place from `read_records`."""
     with place.path.open("rb") as file:
         file.seek(place.position)

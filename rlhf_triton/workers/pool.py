@@ -21,15 +21,13 @@ from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.process import how_ended
-from rlhf_triton.workers.child import frame, read_frame
+from rlhf_triton.workers.child import Message, frame, read_frame
 
 # Secrets of the run itself, which user code inherits only if its own option names them.
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
 START_LIMIT_S = 60.0  # time limit for the interpreter and the imports of the user's code
 KILL_LIMIT_S = 10.0  # time limit for a worker's watcher, which programs that fork fast could keep busy
 WAIT_S = 0.05, 1.0  # shortest and longest interval for reading a call's clock, which need not advance
-
-Answer = dict[str, Any]
 
 
 class Worker:
@@ -44,7 +42,7 @@ class Worker:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, asyncio.Future[Message]] = {}
         self._end = ""
         self.ended = asyncio.create_task(self._receive())
 
@@ -52,7 +50,9 @@ class Worker:
         """Return whether the worker can take another call."""
         return self.is_ready and self._process.poll() is None
 
-    async def ask(self, message: Mapping[str, Any], limit_s: float, clock: Callable[[], float] | None = None) -> Answer:
+    async def ask(
+        self, message: Mapping[str, Any], limit_s: float, clock: Callable[[], float] | None = None
+    ) -> Message:
         """Send a message and return the worker's answer; kill the process after `limit_s`.
 
         If the worker does not answer, the answer has `error`, and `lost` if the process has ended through no fault of

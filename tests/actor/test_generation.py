@@ -98,13 +98,14 @@ def test_slot_decoding_handles_a_response_that_just_fits_the_models_positions():
     assert ours.uses_slots
 
 
-def asking(prompts, found, *, most):
+def asking(prompts, found, draws, *, most):
     """Asks for a response to each of these prompts, which goes into `found`."""
 
     def finished(index, conversation):
         found[index] = responses([*conversation])[0]
 
     source = PromptSource(max_new_tokens=most)
+    source.draws = draws  # type: ignore[method-assign]
     source.add(SamplingJob({i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}, finished, seed=0))
     return source
 
@@ -125,7 +126,7 @@ def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch):
     model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
     found = {}
     decoder = Decoder(model, SamplingSettings(max_new_tokens=24, eos_ids=[EOS], banned_ids=[0, 1]), slots=4)
-    decoder.run(asking(prompts, found, most=24), lambda _: None)
+    decoder.run(asking(prompts, found, lambda _: None, most=24))
     assert len(sizes) == 1
     assert len(shifts) > 3
     plain = generation(model, uses_slots=False, max_new_tokens=24, generation_batch_size=60)
@@ -172,7 +173,7 @@ def test_rows_of_a_group_share_the_prefill_of_their_prompt(size, token_budget, f
     settings = SamplingSettings(max_new_tokens=16, eos_ids=[EOS], banned_ids=[0, 1])
     decoder = Decoder(make_model("llama", eos_bias=2.0), settings, slots=size, token_budget=token_budget)
     together = {}
-    decoder.run(asking(prompts, together, most=16), functools.partial(uniform_draws, 3))
+    decoder.run(asking(prompts, together, functools.partial(uniform_draws, 3), most=16))
     assert all(len(ids) == 1 or ids.numel() <= (token_budget or math.inf) for ids in passes)
     assert sum(map(len, passes)) < 12
     assert [len(ids) for ids in passes[: len(first)]] == first
@@ -194,6 +195,7 @@ class Talk:
         self._late = []
         self._now = [*self.rows]
         self.answered = 0
+        self.draws = functools.cache(functools.partial(uniform_draws, seed))
 
     def order(self, row):
         return 0
@@ -217,9 +219,9 @@ class Talk:
         return [(index, [*itertools.chain(*self.rows[index])]) for index in found]
 
 
-def one_response(decoder, tokens, draws, most):
-    found = {}
-    decoder.run(asking([np.array(tokens)], found, most=most), lambda _: draws)
+def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float], most: int) -> list[int]:
+    found: dict[int, list[int]] = {}
+    decoder.run(asking([np.array(tokens)], found, lambda _: draws, most=most))
     return found[0]
 
 
@@ -238,9 +240,7 @@ def test_resumed_rows_match_generation_from_the_whole_row(name, slots, budget):
     for seed in range(2):
         settings = SamplingSettings(max_new_tokens=12, eos_ids=[EOS], banned_ids=[0, 1], min_new_tokens=seed)
         talk = Talk(prompts, seed)
-        Decoder(model, settings, slots=slots, token_budget=budget).run(
-            talk, functools.cache(functools.partial(uniform_draws, seed))
-        )
+        Decoder(model, settings, slots=slots, token_budget=budget).run(talk)
         assert talk.answered > 10
         for i, (prompt, *parts) in talk.rows.items():
             draws, row = uniform_draws(seed, i), prompt
