@@ -14,7 +14,6 @@ from policy_training import (
 from ranks import on_ranks, whole_tensors
 from safetensors.torch import load_file
 from settings import trainer_section
-from sidecar_rig import payload
 from simulated_cuda.threads import recorded_launches
 from simulated_cuda.trace import Trace
 from tiny_checkpoints import save_tiny
@@ -28,6 +27,7 @@ from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.models.output_head import head_logprobs
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
+from tests.device.test_critic_training import payload
 from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
 from tests.training_engine.test_policy_ranks import session
 
@@ -209,7 +209,7 @@ def trained_critics(ranks, root):
     for family in CRITICS:
         ranks.run_on_all_ranks(lambda folder=root / f"{family} version": folder.mkdir(exist_ok=True))
         update = load_critic_update(root, family, ranks=ranks)
-        report = update.train(payload(0) if ranks.rank == 0 else None, lambda _: None)
+        report = update.train(payload() if ranks.rank == 0 else None, lambda _: None)
         canary = update.critic.values([CANARY])[0].tolist()
         update.critic.write(root / f"{family} version")
         weights = {name: tensor.numpy() for name, tensor in whole_tensors(MergedSlices(update.critic.model))}
@@ -231,7 +231,7 @@ def test_version_published_by_two_gpus_serves_its_announced_canary_values(tmp_pa
         }
         served = load_critic(tmp_path / f"{family} version", device="cpu")
         alone = load_critic_update(tmp_path, family)
-        report = alone.train(payload(0), lambda _: None)
+        report = alone.train(payload(), lambda _: None)
         for found in results:
             assert found["weights"].keys() == stored.keys()
             assert all(np.array_equal(found["weights"][name], stored[name]) for name in stored)
