@@ -219,7 +219,7 @@ class Talk:
         return [(index, [*itertools.chain(*self.rows[index])]) for index in found]
 
 
-def one_response(decoder: Decoder, tokens: Sequence[int], draws: Iterator[float], most: int) -> list[int]:
+def one_response(decoder, tokens, draws, most):
     found: dict[int, list[int]] = {}
     decoder.run(asking([np.array(tokens)], found, lambda _: draws, most=most))
     return found[0]
