@@ -53,7 +53,8 @@ class TrainingRun:
         self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target)
-        with_critic, with_rewards = actor.algorithm.uses_critic, config.serves_rewards
+        with_critic = actor.algorithm.uses_critic
+        with_rewards = config.serves_rewards
         self.scorer = Scorer(client, self.policy.tokenizer, with_critic=with_critic, with_rewards=with_rewards)
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader.from_config(config, self.policy.tokenizer, self.policy.vocab_size)

@@ -49,7 +49,10 @@ from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 T = TypeVar("T")
 RUN_ID = "bench"
 SERVED = {"threads": 1, "token_budget": 256}
-SWAP, TRITON, QUIET = "swap", "triton", "quiet"  # kinds of blocks; the first two are kinds of reloads, too
+# kinds of blocks; the first two are kinds of reloads, too
+SWAP = "swap"
+TRITON = "triton"
+QUIET = "quiet"
 RELOAD_EVERY_S = 0.5
 LOAD_TIMEOUT_S = 60.0
 LOWEST_PRIORITY = 19

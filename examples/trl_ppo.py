@@ -45,7 +45,8 @@ class PPOTrainer(GRPOTrainer):  # in one process
         self.step = getattr(self, "step", 0) + 1
         update = critic.train(self.step, rows, *whole)  # returns once the new weights are served
         self._metrics["train"]["critic/loss"].append(update.loss_mean)
-        mean, std = np.nanmean(np.concatenate(gains)), np.nanstd(np.concatenate(gains)) + 1e-8
+        mean = np.nanmean(np.concatenate(gains))
+        std = np.nanstd(np.concatenate(gains)) + 1e-8
         advantages = pad_sequence([torch.as_tensor(np.nan_to_num(gain - mean) / std) for gain in gains], True)
         return {**batch, "advantages": advantages.to(ids.device)}
 

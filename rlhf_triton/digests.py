@@ -21,7 +21,8 @@ class Hasher:
 
     def __init__(self, data: bytes = b"") -> None:
         self._state = xxhash.xxh3_128(data)
-        self.update, self.bytes = self._state.update, self._state.digest
+        self.update = self._state.update
+        self.bytes = self._state.digest
 
     def digest(self) -> str:
         """Return the digest of the bytes hashed so far."""

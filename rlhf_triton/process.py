@@ -119,7 +119,10 @@ def long_lived_imports() -> Iterator[None]:
 # threads and are left to the user.
 
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
+# malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 NEVER_TRIM = 2**31 - 1  # the largest int, which is mallopt's argument type
 LARGEST_FROM_THE_HEAP = 1 << 30
 LARGEST_IN_OLD_GLIBC = 1 << 25  # limit before glibc 2.35

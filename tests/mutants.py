@@ -26,7 +26,9 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
 TIMEOUT_S = 120  # of each test: a fault may make it wait for something that never happens
-FAILED, PASSED = 1, 0  # exit codes of pytest; others stand for errors of collection or usage
+# exit codes of pytest; others stand for errors of collection or usage
+FAILED = 1
+PASSED = 0
 # Forked from one process that has imported what takes seconds, and nothing of the project.
 PROCESSES = multiprocessing.get_context("forkserver")
 IMPORTED = ["aiohttp", "numpy", "safetensors.torch", "torch", "torch._dynamo", "transformers"]

@@ -24,7 +24,8 @@ from rlhf_triton.process import how_ended
 from rlhf_triton.store.durable import make_folder, write_folder
 from rlhf_triton.workers.pool import interpreter
 
-PICKLED_FILE, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PICKLED_FILE = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
 COPIED_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 TEMPLATES = "additional_chat_templates"
@@ -54,7 +55,8 @@ def convert_pickled(source: Path, out: Path) -> None:
             "from the model that this one was trained from, then convert again"
         )
     make_folder(out.parent)
-    size, free = sum(file.stat().st_size for file in [*weights, *heads]), shutil.disk_usage(out.parent).free
+    size = sum(file.stat().st_size for file in [*weights, *heads])
+    free = shutil.disk_usage(out.parent).free
     if size > free:
         raise CheckpointError(
             f"--convert: {out} needs {size / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free; make room"

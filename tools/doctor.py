@@ -39,10 +39,13 @@ PACKAGES = {  # what every run needs: distribution -> module
     "tensorboard": "tensorboard",
 }
 OPTIONAL = ("nvidia-pytriton", "peft", "starlette", "pyarrow", "prometheus-client")
-MIB, GIB = 1 << 20, 1 << 30
-MIN_SHM, ENOUGH_SHM = 64 * MIB, 512 * MIB
+MIB = 1 << 20
+GIB = 1 << 30
+MIN_SHM = 64 * MIB
+ENOUGH_SHM = 512 * MIB
 MIN_DISK = GIB
-MIN_FILES, ENOUGH_FILES = 256, 4096
+MIN_FILES = 256
+ENOUGH_FILES = 4096
 LARGE_SKEW_S = 5.0
 
 
@@ -169,7 +172,8 @@ def tritonserver(explicit: Path | None) -> Iterator[Finding]:
 def shared_memory() -> Iterator[Finding]:
     """Check the room in /dev/shm, through which tritonserver and its models exchange tensors."""
     free = shutil.disk_usage(SHARED_MEMORY).free
-    text, remedy = f"{free / MIB:,.0f} MiB free in {SHARED_MEMORY}", "docker run --shm-size=1g, or remove files there"
+    text = f"{free / MIB:,.0f} MiB free in {SHARED_MEMORY}"
+    remedy = "docker run --shm-size=1g, or remove files there"
     if free < MIN_SHM:
         yield failed("shared memory", f"{text}, the models need at least {MIN_SHM // MIB}: {remedy}")
     elif free < ENOUGH_SHM:
@@ -211,7 +215,8 @@ def disk(folder: Path, needed: int) -> Iterator[Finding]:
             file.write(b"0" * MIB)
             file.flush()
             os.fsync(file.fileno())
-            now, written = time.time(), os.fstat(file.fileno()).st_mtime
+            now = time.time()
+            written = os.fstat(file.fileno()).st_mtime
     except OSError as error:
         yield failed("disk", f"cannot write in {place}: {error.strerror}; set run.dir to a folder that can be written")
         return

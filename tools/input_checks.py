@@ -46,7 +46,9 @@ ANSWER = re.compile(
     re.IGNORECASE,
 )
 TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # as special tokens are written
-GIVEN_SHARE, GIVEN_CHARACTERS = 0.75, 12  # of a file whose prompts have the answers: of rows, and of different answers
+# of a file whose prompts have the answers: of rows, and of different answers
+GIVEN_SHARE = 0.75
+GIVEN_CHARACTERS = 12
 # Columns beside the prompt that trainers, or chat templates, put into it: of LLaMA-Factory, Alpaca, TRL, transformers.
 PARTS_OF_PROMPTS = (
     "system",
@@ -66,7 +68,9 @@ RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 def token_problems(config: RunConfig) -> Iterator[str]:
     """Yield models that receive the policy's tokens but have no embedding for some of them: a run would end there."""
     folder = config.actor.policy.model
-    tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
+    tokenizer = load_tokenizer(folder)
+    size = num_embeddings(folder)
+    special = special_tokens_in(folder)
     entries = sorted(tokenizer.get_vocab().values())
     banned = {*special.banned_ids}
     sampled = [i for i in entries if (size is None or i < size) and i not in banned]
@@ -82,7 +86,8 @@ def token_problems(config: RunConfig) -> Iterator[str]:
 
 def template_problem(folder: Path) -> str | None:
     """Return which tokens of the chat template in `folder` the model cannot embed; None if there is none."""
-    tokenizer, size = load_tokenizer(folder), num_embeddings(folder)
+    tokenizer = load_tokenizer(folder)
+    size = num_embeddings(folder)
     ids = tokenizer(_rendered(tokenizer), add_special_tokens=False)["input_ids"]
     lacking = [i for i in sorted({*ids}) if i >= (size or i + 1)]
     if not lacking:
@@ -250,7 +255,8 @@ def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
     Of a text, the reward model reads the text alone: nothing ends the reply's turn, as in each chat of its training,
     and a chat in the policy's format is none of its own.
     """
-    reward, texts = config.reward, [prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata]
+    reward = config.reward
+    texts = [prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata]
     if not config.uses_reward_model or reward.template is not None or reward.process or reward.logit:
         return
     tokenizer = load_tokenizer(reward.model)
@@ -297,7 +303,9 @@ def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Fi
 def token_findings(config: RunConfig) -> Iterator[Finding]:
     """Yield what ends a response of the policy, and where the sizes of a model's tokenizer and embeddings differ."""
     folder = config.actor.policy.model
-    tokenizer, size, special = load_tokenizer(folder), num_embeddings(folder), special_tokens_in(folder)
+    tokenizer = load_tokenizer(folder)
+    size = num_embeddings(folder)
+    special = special_tokens_in(folder)
     yield _ends(tokenizer, special, size)
     if tokenizer.chat_template and not _rendered(tokenizer):
         told = "the policy's chat template refuses a question and a reply, so how it ends a turn is unknown"

@@ -70,7 +70,8 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
             parts.setdefault(f"{place.machine} {device}".strip(), {})[role] = sum(sizes)
     problems = []
     for device in sorted(parts, key=_number):
-        size, free = sum(parts[device].values()), _free(device)
+        size = sum(parts[device].values())
+        free = _free(device)
         rows.append(["all", device, *[""] * len(COLUMNS), shown(size), "" if free is None else f"{shown(free)} free"])
         if free is not None and size > free:
             each = ", ".join(f"{role} {shown(part)}" for role, part in parts[device].items())
@@ -193,7 +194,8 @@ def model_bytes(model: Any, tensor_parallel: int = 1) -> int:
 @torch.no_grad()
 def _cache_bytes(config: RunConfig) -> int:
     """Return the bytes of keys and values of `actor.generation`'s slots; 0 if the model caches something else."""
-    actor, (span, _) = config.actor, config.longest_row
+    actor = config.actor
+    (span, _) = config.longest_row
     model = empty_causal_lm(actor.policy.model, torch.bfloat16)  # the kernels of experts have no other dtype here
     num_layers = cache_layers(model)
     if not num_layers:

@@ -76,7 +76,8 @@ def prompts(run: CheckedRun) -> Iterator[Finding]:
 
 def tokenizers(run: CheckedRun) -> Iterator[Finding]:
     """Check that each model takes the policy's tokens; name what ends a response."""
-    policy, critic = run.config.actor.policy.model, run.config.critic.model
+    policy = run.config.actor.policy.model
+    critic = run.config.critic.model
     if run.config.serves_critic and not same_tokenizer(policy, critic):  # another reward model receives texts
         yield failed(
             "tokenizers",
@@ -161,7 +162,8 @@ def ports(run: CheckedRun) -> Iterator[Finding]:
 def monitoring(run: CheckedRun) -> Iterator[Finding]:
     """Check that the ports of actor and sidecar for Prometheus are free, and no others of the run."""
     config = run.config
-    section, used = config.monitoring, {getattr(config.server, key): f"server.{key}" for key in PORT_KEYS}
+    section = config.monitoring
+    used = {getattr(config.server, key): f"server.{key}" for key in PORT_KEYS}
     for key in ("actor_port", "trainer_port"):
         port = getattr(section, key)
         if not port:

@@ -91,7 +91,8 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
     Raises:
         ConfigError: the policy has none, or the reward model, which renders them itself.
     """
-    policy, reward = config.actor.policy.model, config.reward.model
+    policy = config.actor.policy.model
+    reward = config.reward.model
     if not has_chat_template(policy):
         raise ConfigError(
             f"actor.policy.model: {policy} has no chat template, but {prompts} contains conversations; save a "

@@ -225,7 +225,8 @@ def _rewards(config: RunConfig, place: PathForm, render: Render) -> dict[str, st
 
 
 def _reward_parameters(config: RunConfig, place: PathForm) -> dict[str, str]:
-    section, scale = config.reward, config.reward.standardization
+    section = config.reward
+    scale = config.reward.standardization
     with _named("reward.model"):
         weights = attribute_weights(section)
     if section.store:
@@ -393,7 +394,8 @@ def _num_rewards(config: RunConfig) -> int:
 
 def _labels(config: RunConfig) -> list[str]:
     """Return the names of the reward model's labels; [] without a checkpoint, or if it is not a classifier."""
-    folder, is_read_at_tokens = config.reward.model, bool(config.reward.logit or config.reward.process)
+    folder = config.reward.model
+    is_read_at_tokens = bool(config.reward.logit or config.reward.process)
     if not config.uses_reward_model or is_read_at_tokens or not (folder / CONFIG_FILE).is_file():
         return []
     return inspect_checkpoint(folder).label_names

@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="with --fork: its settings")
     arguments = parse(parser, argv)
     interrupt_on_signals()
-    first, last = arguments.step, arguments.step if arguments.to is None else arguments.to
+    first = arguments.step
+    last = arguments.step if arguments.to is None else arguments.to
     if not 1 <= first <= last:
         wrong = f"--step {first}" if first < 1 else f"--step {first} --to {last}"
         raise RlhfError(f"{wrong}: steps are counted from 1, and --to is not before --step")
@@ -75,7 +76,8 @@ def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> in
     config = parse_config(sections, "--fork", overrides)
     if config.run.dir != folder:
         raise RlhfError(f"run.dir: {config.run.dir}, but --fork names the folder, {folder}; remove run.dir")
-    was, now = flat_settings(old), flat_settings(config)
+    was = flat_settings(old)
+    now = flat_settings(config)
     changed = {key: [was.get(key), now[key]] for key in now if was.get(key) != now[key]}
     if step > 1:
         _check_fork(run_dir, old, config, changed)

@@ -112,7 +112,8 @@ class RunProcesses:
         self.progress.phase("starting tritonserver")
         with self.signals.raising():
             ensure_first_version(self.config, self.arguments.config, self.overrides)
-        log, check = self.progress.log, self.signals.check
+        log = self.progress.log
+        check = self.signals.check
         self._supervisor = supervised(self.config, log=log, check=check)
         check()
 

@@ -76,11 +76,14 @@ def mixture_steps(
         inputs: inputs of the ensemble that every reward takes.
         after: additional inputs of the first step: outputs of an earlier step, for which it must wait.
     """
-    steps, sums = [], dict[str, str]()
+    steps = []
+    sums = dict[str, str]()
     for name in sorted(rewards, key=lambda name: name != MODEL_TERM):
-        component, error = f"component_{name}", f"error_{name}"
+        component = f"component_{name}"
+        error = f"error_{name}"
         own = {contract.REWARD_COMPONENT: component, contract.REWARD_ERROR: error}
-        taken, given = _identity_map(*inputs), own
+        taken = _identity_map(*inputs)
+        given = own
         if name == MODEL_TERM:
             own = {contract.REWARDS: component}
             taken |= _identity_map(*_more_inputs(traits))

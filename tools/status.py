@@ -116,7 +116,8 @@ def _samples(config: RunConfig) -> str:
 
 def _sidecar(config: RunConfig) -> str:
     journal = Journal(config.run.journal_dir, config.run.identity)
-    heartbeat, pending = journal.heartbeat(), [entry for entry in journal.entries() if not journal.is_answered(entry)]
+    heartbeat = journal.heartbeat()
+    pending = [entry for entry in journal.entries() if not journal.is_answered(entry)]
     queue = f"{len(pending)} of the journal's entries pending, last step {journal.last_step()}"
     if heartbeat is None:
         return f"has not begun; {queue}"

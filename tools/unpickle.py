@@ -106,7 +106,8 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     for name, tensor in tensors.items():
         if names and size + _num_bytes(tensor) > SHARD_BYTES:
             yield names
-            names, size = [], 0
+            names = []
+            size = 0
         names.append(name)
         size += _num_bytes(tensor)
     yield names

@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def show(store: WeightsStore) -> None:
     """Print a line for each version, then a line for each instance that rejected a version."""
-    current, records = store.current(), store.records.alive()
+    current = store.current()
+    records = store.records.alive()
     sources = [each.source or "" for each in store.manifests()]
     width = max(map(len, ["source", *sources]))
     print(
@@ -145,7 +146,8 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
     from rlhf_triton.trainer.publish import Publisher
     from rlhf_triton.trainer.verification import verify_alone
 
-    current, load = store.current(), _loader(config, model)
+    current = store.current()
+    load = _loader(config, model)
     newest = None if current is None else store.manifest(current)
     target = newest.parent if to is None and newest is not None else to
     if target is None:

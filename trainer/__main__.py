@@ -74,7 +74,8 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     quiet_transformers()
     with contextlib.ExitStack() as held:
         ranks: AnyRanks = ALONE
-        number, device = None, settings.device
+        number = None
+        device = settings.device
         if settings.ranks > 1 and (not init_only or config.critic.pretrain):
             device = own_device(settings.device)
             ranks = held.enter_context(Ranks.joined(device))

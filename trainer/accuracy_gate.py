@@ -47,7 +47,8 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         )
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
     limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
-    get, folder = text_parameters(section).get, section.model.absolute()
+    get = text_parameters(section).get
+    folder = section.model.absolute()
     reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id)
 
     def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
@@ -67,7 +68,8 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
 
 def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:
     """Return text, metadata and second text of one side of a pair, in the form in which clients send them."""
-    prompt, reply = pair.get("prompt"), pair.get(side)
+    prompt = pair.get("prompt")
+    reply = pair.get(side)
     own = (*SIDES, PROMPT_KEY, MESSAGES_KEY, RESPONSE_KEY, REPLY_KEY)
     columns = {name: value for name, value in pair.items() if name not in own}
     if len({type(pair.get(name)) for name in SIDES} & {str, list}) > 1:

@@ -89,7 +89,8 @@ class CheckpointFolder:
             DamagedCheckpoint: a file is missing or does not match its digest; `update` is unchanged.
             CheckpointError: it was saved with another value of a `Resume.FIXED` setting; `update` is unchanged.
         """
-        state, folder = self.state(step), self.root / str(step)
+        state = self.state(step)
+        folder = self.root / str(step)
         update.trained.changed(state.settings, folder)
         update.trained.verify(folder)
         update.trained.load(folder, state.optimizer_step)

@@ -48,7 +48,8 @@ class CriticReplay:
 
         Its version 0 is that of this run. The step counts as trained, as it would after a rewind to it.
         """
-        store, trained = WeightsStore(new.run.weights_dir), self._update.trained
+        store = WeightsStore(new.run.weights_dir)
+        trained = self._update.trained
         shutil.copytree(self._store.folder(0), store.folder(0))
         store.set_current(0)
         done = Entry(self._step, 0, "train")

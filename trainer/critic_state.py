@@ -47,8 +47,12 @@ class CriticState:
         Args:
             ranks: the processes that train the critic, of which this is rank 0.
         """
-        self._config, self._ranks = config, ranks
-        self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
+        self._config = config
+        self._ranks = ranks
+        self._store = store
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._progress = progress
         self.traceparent: str | None = None  # trace context of the last trained request
         self.base_digest = store.manifest(0).digest  # digest of version 0's weights
 
@@ -60,7 +64,9 @@ class CriticState:
                 the step made the weights non-finite, and the previous state cannot be restored.
             OutOfMemory, NotFinite: a replayed step, which was trained and acknowledged, now fails.
         """
-        report, digest, error = None, None, None
+        report = None
+        digest = None
+        error = None
         self._progress.step = entry.step
         set_log_position(step=entry.step)
         self.traceparent = self._journal.traceparent(entry) if is_tracing() else None
@@ -100,7 +106,8 @@ class CriticState:
         state = self.restore_newest()
         if state is None:
             return
-        trained, folder = self.update.trained, self._checkpoints.root / str(state.step)
+        trained = self.update.trained
+        folder = self._checkpoints.root / str(state.step)
         if changed := trained.changed(state.settings, folder):  # allowed, but logged
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
@@ -116,8 +123,10 @@ class CriticState:
         CheckpointError as `_load_newest`.
         """
         with self._progress.working("loading a checkpoint"):
-            config, folder = self._config, self._store.folder(0)
-            dtype, seed = config.critic.dtype, config.run.seed
+            config = self._config
+            folder = self._store.folder(0)
+            dtype = config.critic.dtype
+            seed = config.run.seed
             self.update = load_update(folder, config.trainer, seed=seed, dtype=dtype, ranks=self._ranks)
             state = self._load_newest(at_most)
         self.step = state.step if state else 0

@@ -70,7 +70,8 @@ class CriticUpdate:
         self.ranks: AnyRanks = critic.ranks if isinstance(critic, TrainedCritic) else ALONE
         critic.own_weights()
         use_gpu(torch.device(critic.model.device))  # for kernels outside torch
-        self.critic, self.settings = critic, settings
+        self.critic = critic
+        self.settings = settings
         steps = settings.optimizer.max_steps
         self.trained = TrainedModel(
             critic.model, settings, settings.optimizer, self.ranks, section="trainer", total_steps=steps
@@ -120,13 +121,15 @@ class CriticUpdate:
                 if skip is not None:
                     raise
                 logger.warning("optimizer step %d is skipped: %s", self.trained.optimizer_step, error)
-                failure, norm = error, None
+                failure = error
+                norm = None
                 skipped_batches.append(number)
             if norm is None:
                 skipped += 1
                 continue
             norms.append(norm)
-            loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
+            loss_sum = loss_sum + loss * num_tokens
+            token_sum = token_sum + num_tokens
         if not norms and skipped:
             raise failure
         is_finite = not norms or all(self.ranks.gather(all_finite(self.trained.parameters.values())))
@@ -153,7 +156,8 @@ class CriticUpdate:
         return self.trained.accumulate(lengths, loss, progress)["loss"]
 
     def _loss(self, rows: list[TrainingRow], num_tokens: float, *, counts: bool) -> Tensor:
-        model, settings = self.critic.model, self.settings
+        model = self.critic.model
+        settings = self.settings
         tokens = [row.tokens for row in rows]
         width = max(row.size for row in tokens)
         names = ("prev_values", "returns", "mask")
@@ -184,7 +188,8 @@ def load_update(
     """
     ranks.announce("load", folder=str(folder), pretraining=pretraining)
     if pretraining:
-        dtype, publish = "float32", settings.publish.model_copy(update={"format": "merged"})
+        dtype = "float32"
+        publish = settings.publish.model_copy(update={"format": "merged"})
         settings = settings.model_copy(update={"clip_value": 0.0, "epochs": 1, "publish": publish})
     return CriticUpdate(build_critic(folder, settings, seed=seed, dtype=dtype, ranks=ranks), settings)
 
@@ -225,4 +230,5 @@ def split_rows(payload: TrainPayload) -> Iterator[TrainingRow]:
         yield TrainingRow(
             payload.tokens[tokens], payload.returns[targets], payload.prev_values[targets], payload.mask[targets]
         )
-        token, target = token + length, target + length - 1
+        token = token + length
+        target = target + length - 1

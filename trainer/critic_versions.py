@@ -55,7 +55,8 @@ class CriticVersions:
 
     def _publish(self, parent: int | None = None) -> tuple[Reload | None, str | None]:
         """Publish the critic, with retries after disk errors; return the reload, or the error if it is rejected."""
-        step, newest = self.critic.step, self.store.versions()[-1]
+        step = self.critic.step
+        newest = self.store.versions()[-1]
 
         def attempt() -> Reload:
             # With a parent, every attempt would write another version. If an earlier attempt has written one already,

@@ -11,7 +11,8 @@ from rlhf_triton.errors import RlhfError, reason_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
 REMIND_EVERY_S = 60.0
 # Errors that time or an operator may fix; others, such as a missing file, are raised at once.
 CURABLE = frozenset(
@@ -61,7 +62,8 @@ def until_done(
         except OSError as error:
             if error.errno not in CURABLE:
                 raise
-            has_failed, reason = True, reason_of(error)
+            has_failed = True
+            reason = reason_of(error)
         else:
             if has_failed:
                 logger.warning("%s: succeeded; the disk is writable again", operation)

@@ -36,7 +36,8 @@ def publish_reward(
         RlhfError: its accuracy is more than `TOLERANCE` below the served version's.
         VersionRejected: its copy failed verification, or an instance rejected it; the old version keeps serving.
     """
-    section, model = config.reward, live_model(config, "reward")
+    section = config.reward
+    model = live_model(config, "reward")
     store = WeightsStore(model.store)
     current = store.current()
     if current is None:
@@ -54,7 +55,8 @@ def publish_reward(
         raise CheckpointError(f"{checkpoint}: the rewards of the canary row are not finite")
     if section.gate is not None:
         pairs = read_pairs(section, served)
-        before, after = pairs.accuracy(served), pairs.accuracy(candidate)
+        before = pairs.accuracy(served)
+        after = pairs.accuracy(candidate)
         say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")
         if not after >= before - TOLERANCE:
             raise RlhfError(

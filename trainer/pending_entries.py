@@ -26,7 +26,8 @@ class PendingEntries:
 
         Raises CheckpointError if the journal's next step is not `trained + 1`.
         """
-        changed, (seen, since) = self.journal.changed_at(), self._none_pending
+        changed = self.journal.changed_at()
+        (seen, since) = self._none_pending
         if changed == seen and time.monotonic() - since > SETTLED_S:  # idle: do not list the journal at every call
             return None
         entry = self._first_pending(trained)

@@ -46,7 +46,8 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
     with staged_folder(config.run.weights_dir) as folder:
         save_critic(critic, folder)
         update = load_update(folder, settings, seed=config.run.seed, ranks=ranks, pretraining=True)
-        before, loss = explained_variance(update.critic, held_out, settings.token_budget), 0.0
+        before = explained_variance(update.critic, held_out, settings.token_budget)
+        loss = 0.0
         logger.info("pretraining on %d rows; %d of other prompts are held out", len(training), len(held_out))
         # From the last rows to the first: the policy of a run's first steps resembles the new run's, so these rows must
         # not be outweighed by a later, better policy's, under which the same prompts have a higher value.
@@ -82,7 +83,8 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
 
 def explained_variance(critic: CriticModel, rows: Sequence[TrainingRow], token_budget: int) -> float:
     """Return 1 - Var(returns - values) / Var(returns) over all response tokens; 0 if the returns do not vary."""
-    errors, returns = [], []
+    errors = []
+    returns = []
     for batch in plan_micro_batches([row.tokens.size for row in rows], token_budget=token_budget, max_rows=MAX_ROWS):
         for row, values in zip(batch, critic.values([rows[i].tokens for i in batch]), strict=True):
             is_scored = rows[row].mask > 0

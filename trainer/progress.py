@@ -134,7 +134,8 @@ class SidecarProgress:
 
     def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:
         """Write one line for a critic update that failed, or whose version was rejected."""
-        halved, memory = update.trained.memory.new_halvings(), gpu_bytes(update.critic.model.device)
+        halved = update.trained.memory.new_halvings()
+        memory = gpu_bytes(update.critic.model.device)
         self._log(step, version, {"error": error, "versions_rejected": publisher.rejected}, halved, memory)
         self._exporter.count("failed_updates")
         self._exporter.count("rejected_versions", publisher.rejected - self._rejected)

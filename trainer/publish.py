@@ -75,7 +75,8 @@ class Publisher:
             model: the model whose versions to publish; default: the critic.
             show_block: called with the current state and the error that blocks it, to report it to waiting callers.
         """
-        settings, model = config.trainer, model or live_model(config, "critic")
+        settings = config.trainer
+        model = model or live_model(config, "critic")
         self._store = store
         self._run_id = run_id
         self._epoch = epoch
@@ -166,7 +167,8 @@ class Publisher:
         Raises:
             WeightsError: an instance could not load the version, or its values differ.
         """
-        version, recover_at = manifest.version, time.monotonic() + SERVE_TIMEOUT_S
+        version = manifest.version
+        recover_at = time.monotonic() + SERVE_TIMEOUT_S
         while self._reload == "swap":
             records = [record for record in self._store.serving() if record.version != version]
             waiting = [record for record in records if record.staged != version]
@@ -223,7 +225,8 @@ class Publisher:
 
         If an instance rejects the version, sets CURRENT back and raises WeightsError.
         """
-        version, before = manifest.version, self._store.current()
+        version = manifest.version
+        before = self._store.current()
         self._store.set_current(version)
         previous = manifest.parent if before == version else before  # equal in a replay after a crash
         if self._reload == "triton":

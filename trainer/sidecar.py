@@ -28,7 +28,8 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
 
     `ranks`: the processes that train the critic, of which this is rank 0.
     """
-    settings, journal = config.trainer, Journal(config.run.journal_dir, config.run.identity)
+    settings = config.trainer
+    journal = Journal(config.run.journal_dir, config.run.identity)
     store = WeightsStore(config.run.weights_dir)
     folder = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
     with contextlib.ExitStack() as held:
@@ -123,7 +124,9 @@ class Sidecar:
             self.checkpoints.write_asked()
             error = self.versions.ensure_served()  # the result promises that the weights of this step are served
         elif (unreachable := self.critic.restore(entry.target)) is not None:
-            error, owners = f"rewind_to: {unreachable}", owners[1:]  # the run's previous owner remains its owner
+            # the run's previous owner remains its owner
+            error = f"rewind_to: {unreachable}"
+            owners = owners[1:]
             self.critic.restore_newest()
         else:  # restored first, so that the journal is unchanged if that fails
             aside = self.checkpoints.set_aside_after(entry)

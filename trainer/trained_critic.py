@@ -85,7 +85,8 @@ class TrainedCritic(CriticModel):
             lambda _, ids, attention: outputs(ids, attention).clone(),  # FSDP needs an output that is not a view
             self.model,
         )
-        head, in_bfloat16 = ModelHead(self.model).module, precision == "bfloat16"
+        head = ModelHead(self.model).module
+        in_bfloat16 = precision == "bfloat16"
         shard(
             self.model,
             ranks,
@@ -124,7 +125,8 @@ class TrainedCritic(CriticModel):
         """
         self.ranks.announce("write_version", folder=str(folder))
         if self.adapters is not None:
-            trained, adapters = trained_tensors(self.model), self.adapters
+            trained = trained_tensors(self.model)
+            adapters = self.adapters
 
             def write_adapters() -> None:
                 if self.ranks.rank == 0:

@@ -116,7 +116,8 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
             )
         mask = np.zeros(len(prompt) + len(response) - 1, np.float32)
         mask[len(prompt) - 1 :] = 1
-        tokens, returns = np.array([*prompt, *response], np.int64), np.where(mask > 0, np.float32(target), mask)
+        tokens = np.array([*prompt, *response], np.int64)
+        returns = np.where(mask > 0, np.float32(target), mask)
         yield where, TrainPayload(tokens, np.array([len(tokens)]), returns, np.zeros_like(mask), mask)
 
 

@@ -103,14 +103,16 @@ def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> boo
 
 def _check_dtypes(folder: Path, manifest: Manifest, critic: TrainedCritic) -> None:
     """Raise WeightsError if a stored tensor's dtype differs from the published model's."""
-    weights, tensors = critic.weights(), dict[str, TensorInfo]()
+    weights = critic.weights()
+    tensors = dict[str, TensorInfo]()
     for path in weights_files(folder):
         if path.name != INDEX_FILE:
             tensors |= read_header(path)
     for name in weights:
         if manifest.base is not None and name not in tensors:  # stored as an adapter, or in the base version
             continue
-        stored, trained = tensors[name].dtype, STORED_AS.get(weights.dtype(name))
+        stored = tensors[name].dtype
+        trained = STORED_AS.get(weights.dtype(name))
         if stored != trained:
             raise WeightsError(
                 f"version {manifest.version}: {name} has dtype {stored}, but the published model's has {trained}"

@@ -69,7 +69,8 @@ def gae(
     Source: Schulman et al. 2015 (arXiv 1506.02438), equation 16.
     """
     require_same_shape(values=values, token_rewards=token_rewards, mask=mask)
-    values, token_rewards = _apply_mask(values, mask), _apply_mask(token_rewards, mask)
+    values = _apply_mask(values, mask)
+    token_rewards = _apply_mask(token_rewards, mask)
     advantages = torch.zeros_like(values)
     advantage = next_value = values.new_zeros(values.shape[0])
     inside = mask != 0
@@ -148,7 +149,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     Raises: ValueError if shapes differ.
     """
     require_same_shape(values=values, returns=returns, mask=mask)
-    values, returns, mask = values.double(), returns.double(), mask.double()
+    values = values.double()
+    returns = returns.double()
+    mask = mask.double()
     total = _masked_variance(returns, mask)
     explained = 1 - _masked_variance(returns - values, mask) / total
     return torch.where(is_rounding(total.sqrt(), masked_mean(returns, mask)), 0.0, explained)

@@ -50,7 +50,8 @@ def make_batch(
     """
     settings = method.settings
     conversations = [apply_truncation(conversation, truncated) for conversation in conversations_of(groups)]
-    rows, ends = rows_of(conversations), [conversation[-1] for conversation in conversations]
+    rows = rows_of(conversations)
+    ends = [conversation[-1] for conversation in conversations]
     group_ids = torch.tensor([i for i, group in enumerate(groups) for _ in group.conversations])
     owner = torch.tensor([i for i, conversation in enumerate(conversations) for _ in conversation])
     versions = torch.tensor([row.score.version for row in rows])
@@ -119,7 +120,8 @@ def _rewards(
 
     An algorithm that needs groups compares conversations with environments by their total rewards alone.
     """
-    rows, scores = rows_of(conversations), [conversation[-1].score for conversation in conversations]
+    rows = rows_of(conversations)
+    scores = [conversation[-1].score for conversation in conversations]
     is_total = in_groups and rows[0].turns is not None
     if is_total or all(row.score.steps is None for row in rows):
         return {"rewards": torch.tensor([score.reward for score in scores])}
@@ -163,7 +165,8 @@ class ConversationLayout:
     """
 
     def __init__(self, conversations: Sequence[Conversation]) -> None:
-        positions_of, first = list[np.ndarray](), 0
+        positions_of = list[np.ndarray]()
+        first = 0
         for conversation in conversations:
             positions_of.append(_positions_in_time(conversation, first))
             first += len(conversation)
@@ -227,9 +230,11 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
     The critic may be unable to process an unscored row, and the server would then refuse the whole payload. The journal
     needs an update for every step, so if no row is scored, the payload is two tokens without targets.
     """
-    scored, lengths = batch.mask.any(-1), batch.lengths
+    scored = batch.mask.any(-1)
+    lengths = batch.lengths
     if not scored.any():
-        scored, lengths = torch.arange(len(lengths)) == lengths.argmax(), lengths.clamp(max=2)
+        scored = torch.arange(len(lengths)) == lengths.argmax()
+        lengths = lengths.clamp(max=2)
     ends = lengths[:, None] * scored[:, None]  # 0 for the other rows
     inside = torch.arange(batch.tokens.shape[1]) < ends
     targets = {RETURNS: batch.returns, PREV_VALUES: batch.prev_values, MASK: batch.mask}
@@ -267,7 +272,8 @@ def score_returns(conversations: Sequence[Conversation]) -> tuple[Tensor, Tensor
 
     The returns are undiscounted sums of the scores, without the KL penalty.
     """
-    rows, layout = rows_of(conversations), ConversationLayout(conversations)
+    rows = rows_of(conversations)
+    layout = ConversationLayout(conversations)
     mask = layout.gather(positions(rows, lambda row: row.sampled).float())
     values = layout.gather(padded([_or_zeros(row, row.score.values) for row in rows])[:, :-1])
     steps = layout.gather(positions(rows, lambda row: _or_zeros(row, row.score.steps))) * mask

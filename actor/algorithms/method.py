@@ -38,7 +38,8 @@ def checked_advantage(spec: str, function: UserFunction) -> Advantage:
     """
 
     def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
-        shape, outside = tuple(inputs.mask.shape), inputs.mask == 0
+        shape = tuple(inputs.mask.shape)
+        outside = inputs.mask == 0
         expected = f"(advantages, returns), two tensors of shape {shape} that are finite inside the mask"
 
         def is_valid(result: Any) -> bool:
@@ -137,7 +138,8 @@ class Method:
 
         Raises: FunctionError if a user's function cannot be imported.
         """
-        s, defaults = settings, settings.defaults
+        s = settings
+        defaults = settings.defaults
         advantage = import_function(defaults.advantage if s.advantage == "auto" else s.advantage)
         loss = import_function(LOSSES[s.loss_name].function if s.loss_name in LOSSES else s.loss_name)
         kl_in = defaults.kl_in if kl.penalty_in == "auto" else kl.penalty_in

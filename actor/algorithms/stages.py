@@ -34,8 +34,10 @@ class RunningMoments:
         """Add the finite values `[n]` to the statistics; n may be 0."""
         if not values.numel():
             return
-        count, mean = values.numel(), float(values.double().mean())
-        delta, total = mean - self.mean, self.count + count
+        count = values.numel()
+        mean = float(values.double().mean())
+        delta = mean - self.mean
+        total = self.count + count
         self.squares += float((values.double() - mean).square().sum()) + delta**2 * self.count * count / total
         self.mean += delta * count / total
         self.count = total
@@ -70,9 +72,11 @@ class RewardShaper:
 
 def _with_scores(inputs: AdvantageInputs, function: Callable[[Tensor], Tensor]) -> AdvantageInputs:
     """Apply `function` to all valid scores `[n]`, or with a process reward to the rewards of all steps `[n]`."""
-    name, valid = "rewards", inputs.scored
+    name = "rewards"
+    valid = inputs.scored
     if inputs.process_ends is not None:
-        name, valid = "process_rewards", inputs.process_ends & inputs.scored[:, None]
+        name = "process_rewards"
+        valid = inputs.process_ends & inputs.scored[:, None]
     changed = getattr(inputs, name).clone()
     changed[valid] = function(changed[valid])
     return replace(inputs, **{name: changed})

@@ -46,7 +46,8 @@ class CapturedAgents(ConversationRunner):
         routes = capture_routes(self._sessions, self, model="policy", max_tokens=settings.max_tokens)
         app = Starlette(routes=routes, exception_handlers={RlhfError: refused})
         config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, log_level="warning", lifespan="off")
-        bound, self._server = config.bind_socket(), uvicorn.Server(config)
+        bound = config.bind_socket()
+        self._server = uvicorn.Server(config)
         self._url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([bound]), self.loop)
 
@@ -82,8 +83,13 @@ class CapturedAgents(ConversationRunner):
         self, prompt: Prompt, seed: int, rows: ConversationRows, *, may_restart: bool = False
     ) -> Conversation:
         """Run one agent to its end; return all of its conversations with the policy as rows of one conversation."""
-        name, instance, reward, failed, truncated = uuid.uuid4().hex, None, None, None, ""
-        self._rows[name], deadline = rows, rows.clock() + self._settings.timeout_s
+        name = uuid.uuid4().hex
+        instance = None
+        reward = None
+        failed = None
+        truncated = ""
+        self._rows[name] = rows
+        deadline = rows.clock() + self._settings.timeout_s
         try:
             instance = await self._open(prompt, seed)
             reward = (await instance.step(f"{self._url}/sessions/{name}/v1", rows.clock)).reward

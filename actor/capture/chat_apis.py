@@ -65,7 +65,8 @@ def reply_to(
     agent_request: AgentRequest, name: str, prompt_tokens: int, sampled: PolicyTurn, tokenizer: Any
 ) -> PolicyReply:
     """Return the reply for sampled tokens: its text up to the stop string, and the well-formed tool calls in it."""
-    text, calls = reply_text(tokenizer, sampled.tokens), list[Json]()
+    text = reply_text(tokenizer, sampled.tokens)
+    calls = list[Json]()
     stops = [(text.index(stop), stop) for stop in agent_request.sampling.stop if stop in text]
     end, stopped_by = min(stops, default=(len(text), None))
 
@@ -256,7 +257,8 @@ def _openai_body(reply: PolicyReply, agent_request: AgentRequest) -> Json:
         "logprobs": None,
         "finish_reason": "tool_calls" if calls else "stop" if reply.sampled.ended else "length",
     }
-    before, sampled = reply.prompt_tokens, len(reply.sampled.tokens)
+    before = reply.prompt_tokens
+    sampled = len(reply.sampled.tokens)
     return {
         "id": f"chatcmpl-{reply.id}",
         "object": "chat.completion",
@@ -268,7 +270,8 @@ def _openai_body(reply: PolicyReply, agent_request: AgentRequest) -> Json:
 
 
 def _openai_events(body: Json, agent_request: AgentRequest) -> Iterator[str]:
-    choice, chunk = body["choices"][0], {**body, "object": "chat.completion.chunk", "usage": None}
+    choice = body["choices"][0]
+    chunk = {**body, "object": "chat.completion.chunk", "usage": None}
     delta = {**choice["message"]}
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
@@ -418,10 +421,12 @@ def _anthropic_events(body: Json, agent_request: AgentRequest) -> Iterator[str]:
     events: list[Json] = [{"type": "message_start", "message": start}]
     for i, block in enumerate(body["content"]):
         if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty = {**block, "text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
             piece = json.dumps(block["input"])
-            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": piece}
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": piece}
         events += [
             {"type": "content_block_start", "index": i, "content_block": empty},
             {"type": "content_block_delta", "index": i, "delta": delta},

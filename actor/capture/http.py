@@ -38,7 +38,8 @@ class HttpError(RlhfError):
 
     def __init__(self, status: int, message: str, field: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.field = status, field
+        self.status = status
+        self.field = field
 
 
 async def refused(request: Request, error: Exception) -> JSONResponse:
@@ -46,7 +47,8 @@ async def refused(request: Request, error: Exception) -> JSONResponse:
     if not isinstance(error, HttpError):
         statuses = {TemplateError: 400, RequestFailed: 503}
         error = HttpError(next((statuses[kind] for kind in statuses if isinstance(error, kind)), 502), str(error))
-    status, message = error.status, printable(str(error))
+    status = error.status
+    message = printable(str(error))
     request.scope.setdefault("state", {})["cause"] = message
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     body = {"type": kind, "message": message, "param": error.field, "code": status}

@@ -111,10 +111,14 @@ class Session:
     """The calls of one agent, which may have several conversations, even at the same time."""
 
     def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
-        self.name, self.num_tokens, self.limit = name, 0, ""
+        self.name = name
+        self.num_tokens = 0
+        self.limit = ""
         """`limit`: the limit for which a call was refused, `max_tokens` or `max_turns`; empty if none was refused."""
         self.calls: list[PolicyCall] = []
-        self.used, self.in_flight, self.is_over = time.monotonic(), 0, False
+        self.used = time.monotonic()
+        self.in_flight = 0
+        self.is_over = False
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._max_calls = max_calls
@@ -142,7 +146,8 @@ class Session:
             except TemplateError as error:
                 warn_once(f"a call starts a new trajectory instead of continuing its conversation: {error}")
         if before is None:
-            parent, num_known = None, 0
+            parent = None
+            num_known = 0
             before = encode_bare_text(self._tokenizer, chat.prompt(messages))
         num_left = self._max_tokens - self.num_tokens - len(before)
         if num_left < 1:
@@ -170,7 +175,8 @@ class Session:
 
     def rows(self) -> list[CapturedRow]:
         """Return a row for each call that no later call extends. A reply in several rows is trained in the first."""
-        continued, rows = {call.parent for call in self.calls}, list[CapturedRow]()
+        continued = {call.parent for call in self.calls}
+        rows = list[CapturedRow]()
         for leaf in (call for call in self.calls if call not in continued):
             rows.append(CapturedRow.ending_with(leaf, {call for row in rows for call in row.calls}))
         return rows
@@ -200,8 +206,11 @@ class Sessions:
 
         Raises TemplateError if the tokenizer has no chat template.
         """
-        self.tokenizer, self._most, self._idle_s = tokenizer, most, idle_s
-        self._most_tokens, self._most_calls = most_tokens, most_calls
+        self.tokenizer = tokenizer
+        self._most = most
+        self._idle_s = idle_s
+        self._most_tokens = most_tokens
+        self._most_calls = most_calls
         self._open: dict[str, Session] = {}
         self._ended: dict[str, float] = {}  # name -> time of the end; oldest first
         chat = Chat(tokenizer)

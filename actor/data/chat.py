@@ -15,7 +15,8 @@ from rlhf_triton.wire.messages import BadMessages, warn_once
 Message = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
 PROBE_MESSAGE: Message = {"role": "user", "content": PROBE}
-THOUGHT_BEGIN, THOUGHT_END = "<think>\n", "</think>"
+THOUGHT_BEGIN = "<think>\n"
+THOUGHT_END = "</think>"
 THOUGHT = f"{THOUGHT_BEGIN}Hm.\n{THOUGHT_END}\n\n"  # templates remove thoughts from earlier replies
 
 
@@ -81,7 +82,8 @@ class Chat:
         Raises TemplateError; HistoryChanged if the template would change the reply.
         """
         rest = self._after_probe(messages, THOUGHT + PROBE if THOUGHT_END in text else PROBE)
-        tokens, end = encode_bare_text(self.tokenizer, rest), self.tokenizer.decode([last_token])
+        tokens = encode_bare_text(self.tokenizer, rest)
+        end = self.tokenizer.decode([last_token])
         # The reply was ended by the template's own end token, not by a stop string or another end-of-sequence token.
         if tokens[:1] == [last_token]:
             return tokens[1:]

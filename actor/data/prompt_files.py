@@ -153,7 +153,8 @@ class JsonLines:
             end = 0
             # Only a newline ends a line; `str.splitlines` would also split at U+2028, which JSON does not escape.
             for number, line in enumerate(self._file):
-                begin, end = end, end + len(line)
+                begin = end
+                end = end + len(line)
                 if line.strip():
                     self._bounds.extend((number, begin, end))
                     self._note_columns(number, line)

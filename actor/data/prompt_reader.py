@@ -72,7 +72,8 @@ class PromptReader:
     @classmethod
     def from_config(cls, config: RunConfig, tokenizer: Any, vocab_size: int | None) -> PromptReader:
         """Return the reader of a run."""
-        prompts, has_environment = config.actor.prompts, config.environment is not None
+        prompts = config.actor.prompts
+        has_environment = config.environment is not None
         return cls(
             tokenizer=tokenizer,
             max_tokens=prompts.max_tokens,
@@ -119,7 +120,8 @@ class PromptReader:
             return prompt
         if self.too_long == "skip":
             return None
-        first, excess = prompt.num_special, prompt.tokens.size - self.max_tokens
+        first = prompt.num_special
+        excess = prompt.tokens.size - self.max_tokens
         tokens = np.delete(prompt.tokens, slice(first, first + excess))
         # A reward model reads the text that the policy has read, but the whole messages of a chat.
         is_chat = MESSAGES_KEY in prompt.metadata
@@ -131,7 +133,8 @@ class PromptReader:
         where = row.where
         source = source_of(row)
         metadata = {name: value for name, value in columns.items() if name not in (*SOURCES, PROMPT_ID)}
-        text, adds = columns[source], self.add_special_tokens
+        text = columns[source]
+        adds = self.add_special_tokens
         if text in EMPTY:
             raise PromptError(f"{where}: {source} is empty")
         if isinstance(text, str) and is_text_of_messages(text):
@@ -140,7 +143,8 @@ class PromptReader:
             )
         if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
             metadata[MESSAGES_KEY] = messages = _read_messages(text, f"{where}: {source}")
-            text, adds = self._render(messages, columns, where, source), False
+            text = self._render(messages, columns, where, source)
+            adds = False
         if not isinstance(text, str):
             raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
         prompt_id = row.number if columns.get(PROMPT_ID) is None else columns[PROMPT_ID]

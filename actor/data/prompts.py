@@ -36,7 +36,9 @@ class ShuffledFile:
     """The shuffled epochs of one prompt file."""
 
     def __init__(self, path: Path, reader: PromptReader, seed: Sequence[int]) -> None:
-        self.rows, self._reader, self._seed = open_rows(path), reader, seed
+        self.rows = open_rows(path)
+        self._reader = reader
+        self._seed = seed
         self.fingerprint = fingerprint(path)  # identifies the opened file, which may be replaced during the run
         if not len(self.rows):
             raise PromptError(f"{path} has no prompts")
@@ -91,7 +93,8 @@ class StepInputs:
         seed: int,
     ) -> None:
         """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
-        self._reader, self._seed = reader, seed
+        self._reader = reader
+        self._seed = seed
         self.positions = {0: Positions()}
         """The positions after each step: the last complete one, the two before it, and the one of the start."""
         paths = [source.path for source in sources]

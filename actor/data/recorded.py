@@ -52,7 +52,8 @@ class RecordedRow:
 
     def add_turn(self, turn: PolicyTurn, *, reward: float = 0.0, number: int = 0) -> None:
         """Append a turn of the policy; `reward` and `number` as in `SampledTurn`."""
-        start, count = len(self.tokens), len(turn.tokens)
+        start = len(self.tokens)
+        count = len(turn.tokens)
         self.tokens += turn.tokens
         self.observed += [False] * count
         self.logprobs += [math.nan] * count if turn.logprobs is None else turn.logprobs

@@ -77,7 +77,8 @@ def record_of(group: Group, **about: Any) -> StoredRecord:
 
 def group_of(record: StoredRecord) -> Group:
     """Return the group that `record_of` has stored."""
-    header, arrays = record.header, record.arrays
+    header = record.header
+    arrays = record.arrays
     tokens = _split(arrays[PROMPT_TOKENS], arrays[PROMPT_LENGTHS])
     prompts = [Prompt(**{**fields, "tokens": part}) for fields, part in zip(header["prompts"], tokens, strict=True)]
     rows: list[dict[str, Any]] = [{**fields, "prompt": prompts[fields["prompt"]]} for fields in header["rows"]]
@@ -98,7 +99,8 @@ def describe_damage(payload: bytes) -> str:
     where = ""
     with contextlib.suppress(ValueError, LookupError, TypeError, SafetensorError):  # the header is damaged
         record = decoded(payload)
-        header, arrays = record.header, record.arrays
+        header = record.header
+        arrays = record.arrays
         where = f"step {header['step']}" + (f", group {header['number']}" if "number" in header else "")
         digests = iter(arrays[DIGESTS].tolist())
         for name, column in header["columns"].items():

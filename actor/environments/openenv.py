@@ -27,8 +27,10 @@ class OpenEnv:
     def __init__(self, url: str, *, timeout_s: float, action: str = "message", observation: str | None = None) -> None:
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise FunctionError(f"options.url: {url!r}, must begin with http://, https://, ws:// or wss://")
-        self._url, self._timeout_s = f"{url.rstrip('/')}/ws", timeout_s
-        self._action, self._observation = action, observation
+        self._url = f"{url.rstrip('/')}/ws"
+        self._timeout_s = timeout_s
+        self._action = action
+        self._observation = observation
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse[Any]
         self._received: asyncio.Queue[aiohttp.WSMessage]

@@ -38,7 +38,10 @@ class HostedEnvironment:
 
     def __init__(self, parent: Parent, made: UserFunction, score: UserFunction | None) -> None:
         self.lock = asyncio.Lock()
-        self._parent, self._settings, self._made, self._score = parent, parent.settings, made, score
+        self._parent = parent
+        self._settings = parent.settings
+        self._made = made
+        self._score = score
         self._thread = ThreadPoolExecutor(1)
         self._target: Any = None
         self._tools: dict[str, UserFunction] | None = None

@@ -22,7 +22,8 @@ class SlotCache(Cache):
     """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass reads a window of them."""
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
-        self.columns, self.rows = columns, rows
+        self.columns = columns
+        self.rows = rows
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
 
     @property
@@ -134,7 +135,8 @@ def shared_passes(tokens: Tensor, lengths: Tensor, inside: Tensor) -> tuple[Tens
     starts = torch.where(inside.any(-1), inside.int().argmax(-1), lengths - 1)
     prompts = [tuple(row[:start]) for row, start in zip(tokens.tolist(), starts.tolist(), strict=True)]
     sources, distinct = find_distinct(prompts)
-    before, after = int(starts.max()), int((lengths - 1 - starts).max())
+    before = int(starts.max())
+    after = int((lengths - 1 - starts).max())
     if before == 0 or len(distinct) * before + len(tokens) * after > WORTH_IT * tokens.numel():
         return None
     columns = torch.arange(before + after)
@@ -181,10 +183,12 @@ def can_share(model: Any) -> bool:
     """
     if not cache_layers(model):
         return False
-    body, vocabulary = model.base_model, model.get_input_embeddings().num_embeddings
+    body = model.base_model
+    vocabulary = model.get_input_embeddings().num_embeddings
     tokens = (torch.arange(3 * 12).view(3, 12) * 7 + 1) % vocabulary
     tokens[1, :6] = tokens[0, :6]
-    lengths, positions = torch.tensor([12, 9, 11]), torch.arange(11)[None]
+    lengths = torch.tensor([12, 9, 11])
+    positions = torch.arange(11)[None]
     inside = (positions >= torch.tensor([5, 5, 3])[:, None]) & (positions < lengths[:, None] - 1)
     attention = (torch.arange(12)[None] < lengths[:, None]).long()
     passes = shared_passes(tokens, lengths, inside)

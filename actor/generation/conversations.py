@@ -112,9 +112,13 @@ class ConversationRunner:
         Raises:
             RlhfError: the class of the environment cannot be used.
         """
-        self._settings, self._tokenizer, self._max_prompt_tokens = settings, tokenizer, max_prompt_tokens
-        self._stop_strings, self._vocab_size = {*stop_strings}, vocab_size
-        self.longest, self.lockstep = settings.max_tokens, lockstep
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._stop_strings = {*stop_strings}
+        self._vocab_size = vocab_size
+        self.longest = settings.max_tokens
+        self.lockstep = lockstep
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -164,7 +168,8 @@ class ConversationRunner:
             rows: samples the policy's turns.
             may_restart: raise EnvironmentFailed instead if the environment is lost.
         """
-        state, instance = _ConversationState(prompt=prompt), None
+        state = _ConversationState(prompt=prompt)
+        instance = None
         try:
             instance = await self._open(prompt, seed)
             state.start_row(self._first_prompt(prompt, instance.observation))
@@ -188,7 +193,8 @@ class ConversationRunner:
 
     async def _take_turns(self, state: _ConversationState, instance: Instance, rows: "ConversationRows") -> None:
         """Let policy and environment take turns until one of them or a limit ends the conversation."""
-        settings, deadline = self._settings, rows.clock() + self._settings.timeout_s
+        settings = self._settings
+        deadline = rows.clock() + self._settings.timeout_s
         for number in range(1, settings.max_turns + 1):
             turn = await rows.sample_turn(state.row.tokens)
             state.row.add_turn(turn, number=number)
@@ -391,7 +397,8 @@ class ConversationRows:
     """Samples the policy's turns in the rows of one conversation."""
 
     def __init__(self, source: ConversationSource, index: int, check_tokens: Callable[[Sequence[int]], None]) -> None:
-        self._source, self._row = source, index
+        self._source = source
+        self._row = index
         self._check_tokens = check_tokens
         self.failure = ""
         """Why a turn could not be sampled; empty if none has failed."""

@@ -274,7 +274,8 @@ class LocalGeneration(Generation):
             if not self._waiting_rows:
                 new_rows = decoded_rows(source, wait=True)
                 self._waiting_rows = sorted(new_rows, key=lambda row: (-len(row.tokens), row.index))
-            batch, self._waiting_rows = self._waiting_rows[:size], self._waiting_rows[size:]
+            batch = self._waiting_rows[:size]
+            self._waiting_rows = self._waiting_rows[size:]
             if not batch:  # woken
                 continue
             self._transformers_turns(batch, source.longest)
@@ -307,7 +308,8 @@ class _GenerateHooks:
     def __init__(
         self, settings: SamplingSettings, rows: list[DecodedRow], longest: int, device: torch.device, version: int
     ) -> None:
-        self._sampler, self._version = TokenSampler(settings, device), version
+        self._sampler = TokenSampler(settings, device)
+        self._version = version
         self._sampling_settings = settings
         self._rows = rows
         self._longest = longest

@@ -131,7 +131,8 @@ class PromptSource(RowSource):
         self.finish(index, (row_of_response(place.job.prompts[place.index], turn),))
 
     def next_rows(self, *, wait: bool) -> list[NewRow]:
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         return waiting
 
     def wake(self) -> None:

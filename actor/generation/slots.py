@@ -270,7 +270,8 @@ class Decoder:
 
     def _decode_step(self) -> None:
         """Run one forward pass over the last token of every row and draw the next tokens."""
-        cache, rows = self._cache, self._rows
+        cache = self._cache
+        rows = self._rows
         if self._end == cache.columns:
             self._shift(0)
         begin = min(row.first_column for row in rows)
@@ -302,7 +303,8 @@ class Decoder:
     def _evict(self, row_source: RowSource) -> None:
         """Deliver the finished turns, and move the last rows into the slots of the rows that leave."""
         for i in reversed(range(len(self._rows))):
-            row, last = self._rows[i], len(self._rows) - 1
+            row = self._rows[i]
+            last = len(self._rows) - 1
             if not row.is_over(self._settings, self._longest):
                 continue
             row_source.deliver(row.index, row.turn(self._settings))

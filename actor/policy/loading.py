@@ -104,7 +104,8 @@ class PolicyModels:
         return copy_with_empty_weights(model, self.device)
 
     def _shard(self, ranks: Ranks) -> None:
-        causal, precision = self.causal(self.model), self._settings.precision
+        causal = self.causal(self.model)
+        precision = self._settings.precision
         head = causal.get_output_embeddings()
 
         def prepare(part: Any) -> None:
@@ -187,9 +188,11 @@ def check_positions(model: Any, folder: Path, longest: int, why: str) -> None:
     """
     fix_forward(model)
     config = model.config.to_dict()
-    limit, reason = stable_length(config), "beyond which the model's forward pass changes with the row length"
+    limit = stable_length(config)
+    reason = "beyond which the model's forward pass changes with the row length"
     if limit is None:
-        limit, reason = max_positions(config), "the number of positions that the model has embeddings for"
+        limit = max_positions(config)
+        reason = "the number of positions that the model has embeddings for"
         if limit is not None and longest > limit and _takes_rows_of(model, longest):
             return
     if limit is not None and longest > limit:

@@ -73,11 +73,13 @@ class Policy:
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
-        settings, generation = actor.policy, actor.generation
+        settings = actor.policy
+        generation = actor.generation
         folder = settings.model
         check_language_model(folder)
         check_lora_targets(settings)
-        self.settings, self.ranks = settings, ranks
+        self.settings = settings
+        self.ranks = ranks
         self._samplers = OtherSamplers(ranks) if ranks.shards else None
         self._jobs = deque[SamplingJob]()  # on several ranks
         self._responding = threading.Lock()  # held by the thread that generates on ranks other than 0
@@ -107,7 +109,9 @@ class Policy:
         self._published_generation: dict[str, Any] = json.loads(causal.generation_config.to_json_string())
         for model in (self.model, self.sampler):  # some versions refuse to save a published one that warns
             self.causal(model).generation_config = GenerationConfig()
-        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
+        self.eos_ids = special.eos_ids
+        self.pad_id = special.pad_id
+        self.banned_ids = special.banned_ids
         if special.template_end is not None and ranks.rank == 0:
             logger.info(
                 "responses also end with %r, the chat template's end of a reply, which neither the tokenizer nor the "
@@ -295,7 +299,8 @@ class Policy:
         The weights go through a file, from which `save_pretrained` maps them, because a merged or gathered copy may not
         fit into memory beside the policy.
         """
-        causal, merged = self.causal(self.sampler), folder / "merged.safetensors"
+        causal = self.causal(self.sampler)
+        merged = folder / "merged.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
         self.ranks.announce("gather_weights")
         MergedWeights(self.causal(self.model)).write(merged)

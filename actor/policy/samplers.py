@@ -38,10 +38,12 @@ class OtherSamplers:
     """Rank 0's access to the samplers of the other ranks; on the other ranks, it answers rank 0."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._rank, self._size = ranks.rank, ranks.size
+        self._rank = ranks.rank
+        self._size = ranks.size
         self._others = range(1, ranks.size)
         connection = ranks.connection("sampling")
-        self._lane, self._mail = Operations(ranks.rank, connection), Mailbox(ranks.rank, connection)
+        self._lane = Operations(ranks.rank, connection)
+        self._mail = Mailbox(ranks.rank, connection)
         self._closed = threading.Event()
         self._number = 0  # the current operation; other ranks may still answer an earlier one, which rank 0 gave up
 
@@ -68,7 +70,8 @@ class OtherSamplers:
             job.finish(index, conversation)
 
         missing = {rank: len(self._rows_of(rank, len(prompts))) for rank in self._others}
-        rows, abandoned = self._rows_of(0, len(prompts)), threading.Event()
+        rows = self._rows_of(0, len(prompts))
+        abandoned = threading.Event()
         with ThreadPoolExecutor(1, "rows") as thread:
             received = thread.submit(self._receive, missing, receive, abandoned)
             try:
@@ -119,7 +122,8 @@ class OtherSamplers:
 
         def answer_rows(*, number: int, reference: bool) -> None:
             message = self._message_of_rank_0()
-            sizes, no_prompt = message["lengths"].tolist(), Prompt("", "", np.zeros(0, np.int64))
+            sizes = message["lengths"].tolist()
+            no_prompt = Prompt("", "", np.zeros(0, np.int64))
             parts = zip(message["tokens"].split(sizes), message["sampled"].split(sizes), strict=True)
             rows = [
                 RolloutRow(prompt=no_prompt, tokens=tokens.numpy(), sampled=sampled.numpy(), ended=True)

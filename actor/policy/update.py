@@ -29,7 +29,8 @@ class PolicyUpdate:
         self._policy = policy
         self._trained = policy.trained
         self._ranks = policy.ranks
-        self._method, self._settings = method, actor.update
+        self._method = method
+        self._settings = actor.update
         self._is_one_update = actor.is_one_update
         # Responses come from older policies: old log-probs, if they are not the samplers', are of the policy before the
         # update.
@@ -49,7 +50,8 @@ class PolicyUpdate:
         """
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
         batch = self._corrected(self._ranks.broadcast(batch))
-        s, contributes = self._settings, batch.policy_weights.any(-1)
+        s = self._settings
+        contributes = batch.policy_weights.any(-1)
         rows_per_conversation = _rows_per_conversation(batch, contributes)
         generator = torch.Generator().manual_seed(seed)
         totals: dict[str, float] = {}
@@ -119,7 +121,9 @@ class PolicyUpdate:
     @torch.no_grad()
     def _current_logprobs(self, batch: PPOBatch) -> Tensor:
         """Return log-probs `[B, S-1]` under the policy before the update, on every rank."""
-        policy, mask, lengths = self._policy, batch.mask, batch.lengths
+        policy = self._policy
+        mask = batch.mask
+        lengths = batch.lengths
 
         def compute(_: int) -> Tensor:
             logprobs = torch.zeros_like(mask)
@@ -170,7 +174,8 @@ class PolicyUpdate:
             total: sum of the minibatch's weights.
             positive: sum of the weights of the minibatch's responses with a positive score.
         """
-        policy, method = self._policy, self._method
+        policy = self._policy
+        method = self._method
         lengths = batch.lengths[rows]
         tokens = batch.tokens[rows, : int(lengths.max())]
 
@@ -182,8 +187,10 @@ class PolicyUpdate:
         parts = {name: part[:, : tokens.shape[1] - 1] if part.ndim == 2 else part for name, part in tensors.items()}
         model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
         part = dict(zip(parts, placed, strict=True))
-        advantages, weights = part["advantages"], part["policy_weights"]
-        bonus, nll = method.settings.entropy_bonus, method.settings.defaults.positive_nll
+        advantages = part["advantages"]
+        weights = part["policy_weights"]
+        bonus = method.settings.entropy_bonus
+        nll = method.settings.defaults.positive_nll
         logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, entropy="gradient" if bonus else "value")
         assert entropies is not None
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.

@@ -103,7 +103,8 @@ class RunCheckpoints:
         steps = self.steps()
         skipped: dict[int, str] = {}  # step of a skipped checkpoint -> reason
         for step in reversed(steps):
-            folder, reference = self._folder / str(step), self._reference["reference_fingerprint"]
+            folder = self._folder / str(step)
+            reference = self._reference["reference_fingerprint"]
             try:
                 state = await asyncio.to_thread(check_checkpoint_of, self._state.policy, folder, reference=reference)
                 await self._critic.rewind(step)
@@ -214,7 +215,8 @@ def reference_of(config: RunConfig, policy: Policy) -> dict[str, str | None]:
 
     The fingerprint is None if there is no KL, or the weights are not accessible.
     """
-    kl, folder = config.actor.kl, config.reference.model
+    kl = config.actor.kl
+    folder = config.reference.model
     fingerprint = None
     if kl.serves_reference:
         fingerprint = fingerprint_weights(folder) if folder.is_dir() else None

@@ -52,7 +52,8 @@ class LearningWarnings:
         """Warn if no response ended, and each was cut off by `RESPONSE_LIMIT`; `ends`: last rows of conversations."""
         has_ends = bool(line["train_rollouts/fraction_of_samples_properly_ended"])
         if not has_ends and all(end.truncated == RESPONSE_LIMIT for end in ends if end.turns is not None):
-            generation, ids = self._settings.generation, self._policy.eos_ids
+            generation = self._settings.generation
+            ids = self._policy.eos_ids
             named = [f"{self._policy.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in ids]
             logger.warning(
                 "step %d: no response ended within %s (%d) by %s: raise it; or if the policy ends its responses with "
@@ -68,9 +69,11 @@ class LearningWarnings:
 
         `counts`: whether any response contributes to the update; if not, `_warn_of_excluded` says why.
         """
-        has_gradient, why = bool(line.get(GRADIENT)), "there are advantages, so check actor.policy.freeze"
+        has_gradient = bool(line.get(GRADIENT))
+        why = "there are advantages, so check actor.policy.freeze"
         if not has_signal(line):
-            has_gradient, why = False, _why_no_signal(self._settings.algorithm) if counts else "no response counts"
+            has_gradient = False
+            why = _why_no_signal(self._settings.algorithm) if counts else "no response counts"
             if counts and not self._has_warned_of_no_signal:
                 logger.warning(
                     "step %d has no signal: %s (steps_without_signal in the summary counts these)", step, why
@@ -88,7 +91,8 @@ class LearningWarnings:
         `Recorder` reports conversations that failed.
         """
         limits = {end.truncated for end, counts in zip(ends, contributes, strict=True) if end.truncated and not counts}
-        contributing, total = sum(contributes), len(ends)
+        contributing = sum(contributes)
+        total = len(ends)
         if contributing >= total / 2 or (ends[0].turns is not None and not limits):
             return
         self._num_mostly_excluded += 1
@@ -131,7 +135,8 @@ class ConstantTerms:
         if self._num_steps_seen >= self._steps:
             return
         scores = scores_of(conversations)
-        self._num_steps_seen, self._rows = self._num_steps_seen + 1, self._rows + len(scores)
+        self._num_steps_seen = self._num_steps_seen + 1
+        self._rows = self._rows + len(scores)
         for score in scores:
             for name, value in (score.components or {"": score.reward}).items():
                 self._seen.setdefault(name, set()).update([value] if math.isfinite(value) else [])

@@ -172,7 +172,8 @@ def figures_of_steps(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
     masked = 0
     useless = 0
     for line in each_line(path):
-        last, num_steps = line, num_steps + 1
+        last = line
+        num_steps = num_steps + 1
         seconds += line.get("timers/step_time", 0.0)
         masked += int(line.get("train_rollouts/masked_samples", 0))
         useless += not has_signal(line)

@@ -86,7 +86,8 @@ class Recorder:
 
         Returns the mean KL per sequence in nats; None if it is not measured.
         """
-        conversations, everything = conversations_of(groups), conversations_of([*groups, *dropped])
+        conversations = conversations_of(groups)
+        everything = conversations_of([*groups, *dropped])
         version = max(row.score.version for row in rows_of(conversations))
         if self._critic.is_trained:
             set_log_position(version=version)

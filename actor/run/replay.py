@@ -59,7 +59,8 @@ class Replay:
         Raises:
             RlhfError: the run has no journal of samples, or a record that the steps need is missing or damaged.
         """
-        self._checkpoints, self._folder = actor_checkpoints(run_dir), samples_of(run_dir)
+        self._checkpoints = actor_checkpoints(run_dir)
+        self._folder = samples_of(run_dir)
         if not run_dir.is_dir():
             raise RlhfError(f"{run_dir} is missing: name the folder of a run")
         if not numbers_in(self._folder):
@@ -170,7 +171,9 @@ class Replay:
 
         `header`: of the recorded step. As `TrainingRun.one_step`.
         """
-        state, step, environment = self._state, header["step"], self.config.environment
+        state = self._state
+        step = header["step"]
+        environment = self.config.environment
         before = state.numbers()
         groups = [group_of(self._found.group(step, number)) for number in header["groups"]]
         batch = make_batch(
@@ -218,7 +221,8 @@ def difference_of(
         rows: of the training batch.
         names: of the tensors in `weights` and `optimizer`, sorted.
     """
-    old, new = recorded.header, replayed.header
+    old = recorded.header
+    new = replayed.header
     if different := _different_entry(old["before"], new["before"]):
         return f"before the step, {different}"
     for name, was, now in zip(old["tensors"], recorded.arrays["digests"], replayed.arrays["digests"], strict=True):
@@ -232,7 +236,8 @@ def difference_of(
         if different := _different_entry(old[name] or {}, new[name] or {}):
             return f"in the {name}, {different}"
     for part, tensors in names.items():
-        was, now = recorded.arrays[part], replayed.arrays[part]
+        was = recorded.arrays[part]
+        now = replayed.arrays[part]
         if len(was) == len(now) and (index := first_difference(was, now)) is not None:
             return f"in the {part} after the step, `{tensors[index]}`, by its digest"
     different = _different_entry(old["after"], new["after"])
@@ -251,7 +256,8 @@ def _different_value(recorded: StoredRecord, replayed: StoredRecord, name: str, 
     """
     if name not in recorded.arrays:
         return ""
-    was, now = recorded.arrays[name], replayed.arrays[name]
+    was = recorded.arrays[name]
+    now = replayed.arrays[name]
     index = first_difference(was, now)
     if index is None:
         return ""

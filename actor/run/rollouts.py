@@ -58,7 +58,9 @@ class Rollouts:
         self._record_sampled = sampled
         self.kept: dict[int, tuple[int, Group]] = {}
         """Groups that an earlier process has sampled, from `SampleJournal.sampled`."""
-        self._settings, self.inputs, self._publish_every = settings, inputs, publish_every
+        self._settings = settings
+        self.inputs = inputs
+        self._publish_every = publish_every
         self._collector = collector
         self._critic = critic
         self._truncated = truncated
@@ -77,7 +79,8 @@ class Rollouts:
         the group, and demands their version or a newer one.
         """
         set_log_position(step=step)
-        settings, timers = self._settings, Timers(step)
+        settings = self._settings
+        timers = Timers(step)
         algorithm = settings.algorithm
         useful = list[Group]()
         useless = list[Group]()
@@ -198,7 +201,8 @@ class Rollouts:
         self._demands[needed].add_done_callback(served)
 
     def _metrics(self, groups: Sequence[Group], dropped: Sequence[Group], step: int) -> dict[str, float]:
-        algorithm, everything = self._settings.algorithm, [*groups, *dropped]
+        algorithm = self._settings.algorithm
+        everything = [*groups, *dropped]
         metrics = dict[str, float]()
         if algorithm.max_resampled:
             metrics["train_rollouts/resampled_prompts"] = float(len(dropped))

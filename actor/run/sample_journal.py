@@ -59,11 +59,14 @@ class SampleJournal:
     """The journal of one run, written by rank 0."""
 
     def __init__(self, config: RunConfig, state: RunState) -> None:
-        self._folder, self._state = samples_of(config.run.dir), state
+        self._folder = samples_of(config.run.dir)
+        self._state = state
         self._checkpoints = actor_checkpoints(config.run.dir)
-        self._keep, self._ahead = config.actor.keep_checkpoints, config.actor.max_off_policy_steps
+        self._keep = config.actor.keep_checkpoints
+        self._ahead = config.actor.max_off_policy_steps
         self._step = 0  # the newest step
-        self._settings, self._environment = config.model_dump(mode="json"), environment_of()
+        self._settings = config.model_dump(mode="json")
+        self._environment = environment_of()
         actor = self._settings["actor"]
         decisive = {
             **{name: actor[name] for name in ("generation", "prompts")},
@@ -136,7 +139,8 @@ class SampleJournal:
 
     async def durable(self) -> None:
         """Wait until all records are on disk. Raises OSError if the disk has refused one."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         await asyncio.to_thread(lambda: [future.result() for future in pending])
 
     def prune(self) -> None:
@@ -158,7 +162,9 @@ class SampleJournal:
 
 def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> StoredRecord:
     """Return the record of a step, `about` in its header; a replay makes it again and compares the two."""
-    batch, payload, trained = results.batch, results.payload, policy.trained
+    batch = results.batch
+    payload = results.payload
+    trained = policy.trained
     rows = {name: rows_of_tensor(batch, name) for name, tensor in vars(batch).items() if tensor is not None}
     header = {
         "kind": STEP,

@@ -51,7 +51,8 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     Raises:
         ConfigError: one of these changed, and this was not accepted; or the settings of the earlier start are damaged.
     """
-    folder, now = config.run.dir, flat_settings(config)
+    folder = config.run.dir
+    now = flat_settings(config)
     step = last_step(folder)
     earlier = started_with(folder) if step else None
     if earlier is None:
@@ -71,7 +72,8 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         kept = (*kept, "actor.kl.coef")  # checkpoints have the adapted one
     changed = {f"{key} (without effect)" if key.startswith(kept) else key: values for key, values in changed.items()}
     optimizer = config.actor.optimizer
-    was, new = earlier.actor.steps, config.actor.steps
+    was = earlier.actor.steps
+    new = config.actor.steps
     if optimizer.min_lr not in (None, optimizer.lr) and was != new:
         changed["actor.steps"] = [was, new]
     contents = read_contents(config)

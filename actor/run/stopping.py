@@ -41,7 +41,8 @@ class Stop:
 
     async def or_done(self, work: Awaitable[T]) -> T:
         """Wait for `work` and return its result; on a stop request, cancel `work` and raise Stopped."""
-        task, requested = asyncio.ensure_future(work), asyncio.ensure_future(self._requested.wait())
+        task = asyncio.ensure_future(work)
+        requested = asyncio.ensure_future(self._requested.wait())
         try:
             await asyncio.wait([task, requested], return_when=asyncio.FIRST_COMPLETED)
             if not requested.done():

@@ -98,7 +98,8 @@ def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one line per response of a validation, for samples.jsonl."""
-    conversations, lines = validation.conversations, []
+    conversations = validation.conversations
+    lines = []
     for conversation, text in zip(conversations, read_texts(conversations, tokenizer), strict=True):
         end = conversation[-1]
         line = {"prompt_id": end.prompt.prompt_id, "when": when, **text}
@@ -119,7 +120,8 @@ def _turn_fields(conversation: Conversation) -> dict[str, Any]:
     end = conversation[-1]
     if end.turns is None:
         return {}
-    messages, seen = list[dict[str, Any]](), [conversation[0].prompt.metadata.get(MESSAGES_KEY, [])]
+    messages = list[dict[str, Any]]()
+    seen = [conversation[0].prompt.metadata.get(MESSAGES_KEY, [])]
     for row in conversation:
         whole = [*row.prompt.metadata.get(MESSAGES_KEY, ()), *row.messages[row.num_prompt_messages :]]
         new = [len([*takewhile(bool, map(operator.eq, whole, earlier))]) for earlier in seen]
@@ -139,7 +141,8 @@ def training_texts(groups: Sequence[Group], batch: PPOBatch, tokenizer: Any, lim
     `batch`: the training batch of the rows of `groups`.
     """
     conversations = conversations_of(groups)[:limit]
-    texts, first = read_texts(conversations, tokenizer), 0
+    texts = read_texts(conversations, tokenizer)
+    first = 0
     for conversation, text in zip(conversations, texts, strict=True):
         if conversation[-1].turns is not None:
             text["turn_tokens"] = turn_tokens(conversation, batch, tokenizer, first)

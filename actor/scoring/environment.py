@@ -32,14 +32,16 @@ def add_environment_rewards(conversation: Conversation) -> Conversation:
         )
     rows = [_with_rewards(row, rewards) for row, rewards in zip(conversation, turn_rewards, strict=True)]
     score = rows[-1].score
-    components, weights = {**score.components, COMPONENT: total}, {**score.weights, COMPONENT: 1.0}
+    components = {**score.components, COMPONENT: total}
+    weights = {**score.weights, COMPONENT: 1.0}
     reward = score.reward + total
     rows[-1] = replace(rows[-1], score=replace(score, reward=reward, components=components, weights=weights))
     return tuple(rows)
 
 
 def _with_rewards(row: RolloutRow, rewards: list[float]) -> RolloutRow:
-    size, score = len(row.tokens), row.score
+    size = len(row.tokens)
+    score = row.score
     steps = np.zeros(size, np.float32) if score.steps is None else score.steps.copy()
     ends = np.zeros(size, np.bool_) if score.ends is None else score.ends.copy()
     for turn, reward in zip(row.turns or (), rewards, strict=True):

@@ -90,7 +90,9 @@ def tokens_covering(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> 
         span = range(min((block + 1) * BLOCK, len(ids)))
         return bisect_left(span, end, lo=block * BLOCK, key=lambda n: before[block] + characters(block, n))
 
-    before, reached = [0], [0]  # characters before each block's context, and before each block
+    # characters before each block's context, and before each block
+    before = [0]
+    reached = [0]
     for block in range(-(-len(ids) // BLOCK)):
         stop = min((block + 1) * BLOCK, len(ids))
         reached.append(before[block] + characters(block, stop))
@@ -198,7 +200,8 @@ class Scorer:
             map_concurrently(lambda chunk: self._score_rows(chunk, request), chunks),
             self.add_values(earlier_rows, versions),
         )
-        scored_ends, valued_rows = itertools.chain(*scored), iter(valued)
+        scored_ends = itertools.chain(*scored)
+        valued_rows = iter(valued)
         whole = [(*(next(valued_rows) for _ in conversation[:-1]), next(scored_ends)) for conversation in conversations]
         return [add_environment_rewards(conversation) for conversation in whole]
 
@@ -232,7 +235,8 @@ class Scorer:
     ) -> dict[str, np.ndarray]:
         if not self._has_rewards:
             return await self._request_values(versions, samples) if self.has_critic else {}
-        rows, wanted = [sample.tokens for sample in samples], self.reward.reward_outputs
+        rows = [sample.tokens for sample in samples]
+        wanted = self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:
             metadata, texts, pairs = await asyncio.to_thread(self._text_inputs, samples, group_size)
@@ -280,7 +284,8 @@ class Scorer:
         scored_rows = []
         for i, (row, cause) in enumerate(zip(rows, causes, strict=True)):
             total = float(answer[REWARDS][i, 0]) if REWARDS in answer else 0.0
-            values, components = None, dict[str, float]()
+            values = None
+            components = dict[str, float]()
             if VALUES in answer:
                 values = np.array(answer[VALUES][i, : len(row.tokens)], np.float32)
             if REWARD_COMPONENTS in answer:
@@ -311,13 +316,15 @@ class Scorer:
             ends: int32 `[steps]`, index of each step's last token, or last character if texts were sent; below 0 for
                 padding.
         """
-        rewards, ends = rewards[ends >= 0], ends[ends >= 0]
+        rewards = rewards[ends >= 0]
+        ends = ends[ends >= 0]
         if self.sends_sentences:
             ends = self._ends_on_tokens(row, ends)
         # A step may contain or be text of an environment, whose tokens the policy did not sample.
         last_sampled = np.maximum.accumulate(np.where(row.sampled, np.arange(len(row.tokens)), -1))
         places = np.where(last_sampled[ends] < 0, row.sampled.argmax(), last_sampled[ends])
-        steps, has_reward = np.zeros(len(row.tokens), np.float32), np.zeros(len(row.tokens), np.bool_)
+        steps = np.zeros(len(row.tokens), np.float32)
+        has_reward = np.zeros(len(row.tokens), np.bool_)
         if self.reward.model_weight:  # with weight 0 the rewards are only charted, and may be anything
             np.add.at(steps, places, np.float32(self.reward.model_weight) * rewards)  # a token may end two steps
         has_reward[places] = True
@@ -330,8 +337,10 @@ class Scorer:
 
     def _ends_on_tokens(self, sample: RolloutRow, ends: np.ndarray) -> np.ndarray:
         """Return the indices of the tokens that contain the characters `ends` of the sentence that was sent."""
-        first, row = self._reply_start(sample), sample.tokens
-        places, shift = text_indices(sample, self._tokenizer), 0
+        first = self._reply_start(sample)
+        row = sample.tokens
+        places = text_indices(sample, self._tokenizer)
+        shift = 0
         if self._is_chat(sample):
             places = [index for index in places if index >= first]
         else:
@@ -357,13 +366,16 @@ class Scorer:
         For a text, prompt and response concatenate to the row's text. For a chat with an environment, the response is
         the policy's last message, and the prompt has all messages before it.
         """
-        prompt, start, row = sample.prompt, self._reply_start(sample), sample.tokens.tolist()
+        prompt = sample.prompt
+        start = self._reply_start(sample)
+        row = sample.tokens.tolist()
         if not (sample.turns and self._is_chat(sample)):
             ids = [row[index] for index in text_indices(sample, self._tokenizer)]
             before, whole = ("", "") if self._is_chat(sample) else map(self._decode, (row[:start], ids))
             is_continued = whole.startswith(before) and before
             return prompt, whole[len(before) :] if is_continued else self._decode(ids[start:]), ()
-        reply, last = sample.messages, last_reply(sample.messages)
+        reply = sample.messages
+        last = last_reply(sample.messages)
         metadata = {
             **prompt.metadata,
             MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[sample.num_prompt_messages : last]],

@@ -34,7 +34,9 @@ from rlhf_triton.store.durable import (
 # <root>/CURRENT      {"number": ..., "name": ...}, replaced by rename
 
 
-FULL, ADAPTERS = "weights-", "adapters-"  # prefixes of versions' names
+# prefixes of versions' names
+FULL = "weights-"
+ADAPTERS = "adapters-"
 VERSIONS_KEPT = 2  # the current version, and the one that a server may still be loading
 KEPT_NAMES = 1000  # versions whose names are kept; recent ones sampled the responses
 
@@ -55,7 +57,8 @@ class PolicyVersions:
 
     def __init__(self, root: Path, *, are_adapters: bool, most_ahead: int = 0) -> None:
         """`most_ahead`: `actor.max_off_policy_steps`; responses in flight may use the adapters of as many versions."""
-        self._root, self._most_ahead = root, most_ahead
+        self._root = root
+        self._most_ahead = most_ahead
         self._prefix = f"{ADAPTERS if are_adapters else FULL}{uuid.uuid4().hex[:8]}"
         self.steps: dict[str, int] = {}
         """The step of each version that this process has published or seen, by name."""
@@ -121,7 +124,9 @@ class VllmClient:
             deadline_s: timeout of one request.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
         """
-        self.url, self._deadline_s, self._checked = url, deadline_s, checked
+        self.url = url
+        self._deadline_s = deadline_s
+        self._checked = checked
         connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=IDLE_S)
         no_limit = aiohttp.ClientTimeout(total=None)  # `_request` sets the only deadline
         self._session = aiohttp.ClientSession(f"http://{url}", connector=connector, timeout=no_limit)
@@ -241,7 +246,8 @@ class VllmConnection:
             deadline_s: timeout of one response, and of loading a version.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
         """
-        self._versions, self._version = versions, versions.current()
+        self._versions = versions
+        self._version = versions.current()
         self._is_adapter = is_adapter
         self._server = VllmClient(url, limit=limit, deadline_s=deadline_s, checked=checked)
         self._is_loaded = False

@@ -129,7 +129,8 @@ class VllmGeneration(Generation):
 
     async def _serve(self) -> None:
         """Respond to all jobs, each of them as soon as it is added."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -180,7 +181,8 @@ class VllmGeneration(Generation):
 
     async def _respond(self, job: SamplingJob, pool: ServerPool[VllmConnection], limit: asyncio.Semaphore) -> None:
         """Respond to the prompts of a job."""
-        row_source, greedy = self._new_source(), job.greedy
+        row_source = self._new_source()
+        greedy = job.greedy
         row_source.add(job)
         self._sources.add(row_source)
         turns: dict[int, int] = collections.Counter()

@@ -30,15 +30,19 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 # Pairs whose gold scores differ by at most this are ties, which are not trained on: most sentences are neutral.
 PAIR_MARGIN = 0.05
 LOG_EVERY_S = 3.0
 BATCH = 64
 # Learning rates, found by trial on the demos' texts. Muon trains the 2-D layer weights, AdamW the rest.
-LM_MUON_LR, LM_ADAMW_LR = 0.03, 5e-3
-REWARD_MUON_LR, REWARD_ADAMW_LR = 0.01, 1e-3
-ENCODER_LR, ENCODER_HEAD_LR = 2e-4, 1e-3
+LM_MUON_LR = 0.03
+LM_ADAMW_LR = 5e-3
+REWARD_MUON_LR = 0.01
+REWARD_ADAMW_LR = 1e-3
+ENCODER_LR = 2e-4
+ENCODER_HEAD_LR = 1e-3
 FROZEN_LAYERS = 2  # the encoder's lowest; its embeddings are frozen, too
 VOCAB_SIZE = 2048
 Rows = Sequence[Sequence[int]]
@@ -219,7 +223,9 @@ def _train(
             schedule.step()
         now = time.monotonic()
         if now - shown >= LOG_EVERY_S or done == total:
-            shown, share, seconds = now, done / total, now - start
+            shown = now
+            share = done / total
+            seconds = now - start
             to_go = f"{seconds / share - seconds:.0f} s to go"
             print(f"{name}: {share:4.0%}  loss {loss.item():.3f}  {seconds:.0f} s, {to_go}")
 
@@ -237,7 +243,8 @@ def _train_on_pairs(
 
     The loss is -log sigmoid(r_i - r_j), averaged over all in-batch pairs with gold_i - gold_j > `PAIR_MARGIN`.
     """
-    generator, targets = torch.Generator().manual_seed(seed), torch.tensor(gold)
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.tensor(gold)
     orders = [torch.randperm(len(gold), generator=generator) for _ in range(epochs)]
 
     def loss_of(batch: list[int]) -> Tensor:

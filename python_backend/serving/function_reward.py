@@ -78,7 +78,8 @@ class FunctionReward:
             for sample in self._samples(call):
                 samples.append(sample)
                 yield  # (de)tokenising is slow: let the other requests of the thread take turns
-            groups, errors = [[i] for i in range(len(samples))], dict[int, str]()
+            groups = [[i] for i in range(len(samples))]
+            errors = dict[int, str]()
             if self._groupwise:
                 groups, errors = grouped(sample.metadata for sample in samples)
             pending = self._pool.submit([[samples[i] for i in rows] for rows in groups])
@@ -87,9 +88,11 @@ class FunctionReward:
             _refuse(call, error)
 
     def _samples(self, call: Call) -> Iterator[Sample]:
-        sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)
+        sentences = call.array(contract.SENTENCES)
+        encoded = call.array(contract.METADATA)
         if sentences is None:
-            given, lengths = call.array(contract.TOKENS), call.array(contract.SEQUENCE_LENGTHS)
+            given = call.array(contract.TOKENS)
+            lengths = call.array(contract.SEQUENCE_LENGTHS)
             if self._tokenizer is None:
                 raise contract.ContractError(
                     f"{contract.TOKENS}: this server has no tokenizer to decode them for reward functions; send "
@@ -105,7 +108,8 @@ class FunctionReward:
         pairs = call.array(contract.TEXT_PAIRS)
         text_bytes(sentences, encoded, self._limits, pairs)
         texts = contract.sentence_texts(sentences)
-        seconds, objects = pair_texts(pairs, len(texts)), metadata_rows(encoded, len(texts))
+        seconds = pair_texts(pairs, len(texts))
+        objects = metadata_rows(encoded, len(texts))
         for first, second, metadata in zip(texts, seconds, objects, strict=True):
             text = first + second
             if isinstance(metadata.get(MESSAGES_KEY), list):

@@ -61,7 +61,8 @@ class JournalServer:
                 request is invalid.
             reply: returns the output tensors for a result without an error, other than the served version.
         """
-        self._accept, self._reply = accept, reply
+        self._accept = accept
+        self._reply = reply
         self._model = parameters.model
         self.journal = Journal(parameters.path("journal"), parameters.text(RUN_ID))
         self._heartbeats = HeartbeatWatch(self.journal.heartbeat)

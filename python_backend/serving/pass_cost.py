@@ -42,7 +42,8 @@ def fit_pass_cost(
             tokens *= GROWTH
     if len(fastest) < 2:
         return None
-    sizes, seconds = list(fastest), np.array(list(fastest.values()))
+    sizes = list(fastest)
+    seconds = np.array(list(fastest.values()))
     slope, constant = np.polyfit(sizes, seconds, 1, w=1 / seconds)  # relative errors: small passes show the constant
     return float(constant), float(slope)
 

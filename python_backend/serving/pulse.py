@@ -73,7 +73,8 @@ class Pulse:
 
     def _silent_s(self, now: float) -> float:
         """Return an upper bound in seconds of how long Triton's thread has not woken up."""
-        wakes, stops = _num_switches(self._triton), _num_switches(self._sleeper)
+        wakes = _num_switches(self._triton)
+        stops = _num_switches(self._sleeper)
         new = wakes - self._wakes
         real = new - SWITCHES_OF_STOP if stops > self._stops else new
         silent_s = now - self._woke_at - max(real - 1, 0) * SLOWEST_WAKE_S
@@ -81,7 +82,8 @@ class Pulse:
             is_steady = now - self._checked_at < (real + 1) * SLOWEST_WAKE_S
             earliest = self._checked_at + max(real - 1, 0) * WAKE_S
             self._woke_at = max(earliest, now - WAKE_S / 2) if is_steady else earliest
-        self._wakes, self._stops = wakes, stops
+        self._wakes = wakes
+        self._stops = stops
         self._checked_at = now
         return silent_s
 
@@ -94,7 +96,8 @@ class Pulse:
         )
         before = _num_switches(self._triton)
         time.sleep(1.0)
-        self._wakes, self._stops = _num_switches(self._triton), _num_switches(self._sleeper)
+        self._wakes = _num_switches(self._triton)
+        self._stops = _num_switches(self._sleeper)
         self._woke_at = self._checked_at = time.time()
         self._watches = self._wakes > before
         while self._watches:

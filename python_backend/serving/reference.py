@@ -23,7 +23,8 @@ def serve(args: Mapping[str, str]) -> Engine:
     process = TorchProcess(args)
     parameters = process.parameters
     folder = parameters.path("model")
-    temperature, banned = parameters.text(contract.TEMPERATURE), parameters.text(contract.BANNED_TOKEN_IDS)
+    temperature = parameters.text(contract.TEMPERATURE)
+    banned = parameters.text(contract.BANNED_TOKEN_IDS)
     model: LanguageModel = process.load(
         "load_language_model", folder, temperature=float(temperature), banned_token_ids=contract.ids_in(banned)
     )

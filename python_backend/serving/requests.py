@@ -77,7 +77,8 @@ class RowReader:
 
     def read(self, call: Call) -> ScoringRows:
         """Return the request's rows. Raises ContractError if the request is invalid."""
-        sentences, pairs = call.array(SENTENCES), self.pairs(call)
+        sentences = call.array(SENTENCES)
+        pairs = self.pairs(call)
         if sentences is None:
             if self.template is not None:
                 raise ContractError(f"{TOKENS}: reward.template {NEEDS_MORE}; send {SENTENCES} and {METADATA}")
@@ -119,7 +120,8 @@ class RowReader:
         """Return the tokens of one sentence; `pair`: its second text, or "". Raises ContractError."""
         text, pair = self.rendered(index, text, metadata, pair)
         if self.append_eos and MESSAGES not in metadata:
-            end, last = self.tokenizer.eos_token, pair or text
+            end = self.tokenizer.eos_token
+            last = pair or text
             if not end:
                 raise ContractError(
                     f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self.checkpoint.name} has "
@@ -210,7 +212,8 @@ class RowReader:
         types = None
         if pair:
             encoded = self.tokenizer(text, pair, add_special_tokens=adds)
-            ids, types = encoded["input_ids"], encoded.get("token_type_ids")
+            ids = encoded["input_ids"]
+            types = encoded.get("token_type_ids")
         else:
             ids = (encode_text if adds else encode_bare_text)(self.tokenizer, text)
         size = len(ids)

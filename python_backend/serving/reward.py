@@ -72,8 +72,10 @@ TritonPythonModel = triton_model(serve)
 def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
     """Return the name of the model's loader and its options."""
     options: dict[str, Any] = {"standardization": read_standardization(parameters.text("standardization"))}
-    weights, score = json.loads(parameters.text("attribute_weights")), parameters.optional("score") or "auto"
-    is_process, logit = parameters.optional(PROCESS) is not None, parameters.optional("logit")
+    weights = json.loads(parameters.text("attribute_weights"))
+    score = parameters.optional("score") or "auto"
+    is_process = parameters.optional(PROCESS) is not None
+    logit = parameters.optional("logit")
     if logit is not None:
         found = json.loads(logit)
         probability = score == "probability" or (score == "auto" and is_process and bool(found["against"]))

@@ -24,8 +24,10 @@ def reward_reader(
     Raises:
         CheckpointError, ValueError: a parameter does not fit the model.
     """
-    adds, logit = get("add_special_tokens") == "true", get("logit")
-    process, template = get(PROCESS), get("template")
+    adds = get("add_special_tokens") == "true"
+    logit = get("logit")
+    process = get(PROCESS)
+    template = get("template")
     if process is not None:
         return StepReader(
             folder,

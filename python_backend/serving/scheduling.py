@@ -155,7 +155,8 @@ class RowPool(Generic[Owner]):
 
     def _nearest(self, first: _Row[Owner]) -> list[_Row[Owner]]:
         """Return the rows closest to `first` in length, closest first: as many as could join it on either side."""
-        position, most = bisect_left(self._by_length, first), self._token_budget // first.length
+        position = bisect_left(self._by_length, first)
+        most = self._token_budget // first.length
         below = self._by_length[max(0, position - most) : position]
         above = self._by_length[position + 1 : position + 1 + most]
         return sorted(below + above, key=lambda row: (abs(row.length - first.length), row.number))

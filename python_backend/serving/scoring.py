@@ -146,7 +146,9 @@ class Engine:
         self._lined_up_tokens = LINED_UP_FORWARDS * budget
         self._timeout_s = float(parameters.text("queue_timeout_s")) or None
         self._counters = MetricCounters(parameters.model, COUNTERS)
-        self.compute, self.versions, self.forward = compute, versions, forward
+        self.compute = compute
+        self.versions = versions
+        self.forward = forward
         overhead = self._overhead_tokens(budget, max_length)
         self._pool: RowPool[Scoring] = RowPool(token_budget=budget, overhead_tokens=overhead)
         self._read = read
@@ -218,7 +220,8 @@ class Engine:
 
     def _read_later(self, call: Call, read: ScoringRows, received: float) -> Iterator[None]:
         """Tokenise the sentences of a request in the thread "sentences", then queue its rows."""
-        rows, scoring = [], None
+        rows = []
+        scoring = None
         try:
             for row in read.rows:
                 rows.append(row)
@@ -266,7 +269,8 @@ class Engine:
     def _enqueue_awaiting(self) -> None:
         """Queue requests whose demanded version is now served; refuse requests that have waited too long for it."""
         with self._changed:
-            awaiting, self._awaiting = self._awaiting, []
+            awaiting = self._awaiting
+            self._awaiting = []
             self._enqueue(awaiting)
 
     def _other_version(self, demanded: VersionRange, served: Any) -> Unavailable:

@@ -73,13 +73,15 @@ class StepReader(RowReader):
 
     def _row_of_tokens(self, index: int, given_row: TokenRow, metadata: Mapping[str, Any]) -> TokenRow:
         """Return the row to score, with a mark after its last step, and the steps of its response."""
-        row, start = given_row.tokens, given_row.prompt_length or 0
+        row = given_row.tokens
+        start = given_row.prompt_length or 0
         given = given_ends(index, metadata, start, row.size - 1)
         if given is not None:
             return TokenRow(row, steps=RowSteps(given, given, given))
         separator = self._separator(index)
         pieces = [self._piece(token) for token in row[start:].tolist()]
-        text, after = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        text = "".join(pieces)
+        after = np.cumsum([len(piece) for piece in pieces])
         spans = split_steps(text, 0, separator)
         ends = np.unique(np.searchsorted(after, [span.end for span in spans], side="left")) + start
         if not spans or spans[-1].content_end < spans[-1].end:  # no step, or the last one ends in a separator
@@ -102,10 +104,12 @@ class StepReader(RowReader):
         else:
             messages, reply = split_reply(messages, text, metadata)
             text = text if reply is None else self._content(index, reply)
-            start, prefix = 0, self._render(index, messages, metadata, generation_prompt=True)
+            start = 0
+            prefix = self._render(index, messages, metadata, generation_prompt=True)
         given = given_ends(index, metadata, start + 1, len(text))
         if given is None:
-            spans, mark = split_steps(text, start, self._separator(index)), self._mark
+            spans = split_steps(text, start, self._separator(index))
+            mark = self._mark
         else:
             ends = given.tolist()
             spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
@@ -113,7 +117,8 @@ class StepReader(RowReader):
         contents = [text[span.start : span.content_end] for span in spans]
         is_chat = messages is not None
         if not spans:
-            row, at = self._encode(prefix + text[start:], is_chat=is_chat), list[int]()
+            row = self._encode(prefix + text[start:], is_chat=is_chat)
+            at = list[int]()
         elif self.apart:
             row, at = self._encode_steps_apart(prefix, contents, mark, is_chat=is_chat)
         elif mark is None:
@@ -130,7 +135,8 @@ class StepReader(RowReader):
         self, prefix: str, contents: Sequence[str], mark: str | None, *, is_chat: bool
     ) -> tuple[Encoded, list[int]]:
         """Return a row and the index of each step's last token, including its mark, as in TRL's `PRMTrainer`."""
-        ids, at = encode_bare_text(self.tokenizer, prefix), list[int]()
+        ids = encode_bare_text(self.tokenizer, prefix)
+        at = list[int]()
         bos = self.tokenizer.bos_token_id
         if self.add_special_tokens and not is_chat and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
@@ -144,7 +150,9 @@ class StepReader(RowReader):
         self, index: int, prefix: str, contents: Sequence[str], mark: str, *, is_chat: bool
     ) -> tuple[Encoded, list[int]]:
         """Return the row of the whole text and the index of each step's tag, found by its token id."""
-        text, ours, tag = prefix, set(), str(self._tag)
+        text = prefix
+        ours = set()
+        tag = str(self._tag)
         for content in contents:
             ours.add(len(text) + len(content) + mark.index(tag))
             text += content + mark
@@ -179,7 +187,9 @@ class StepReader(RowReader):
 
 def split_steps(text: str, start: int, separator: str) -> list[Span]:
     """Return the steps of `text` from `start` on; separators with only whitespace between them count as one."""
-    spans, begin, at = [], start, start
+    spans = []
+    begin = start
+    at = start
     while (found := text.find(separator, at)) >= 0:
         at = found + len(separator)
         if text[begin:found].strip():

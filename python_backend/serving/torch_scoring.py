@@ -47,7 +47,8 @@ class TorchProcess:
         quiet_transformers()
         self.args, self.parameters = args, Parameters(args)
         keep_freed_memory()
-        device, size = self.parameters.text("device"), self.parameters.number("tensor_parallel")
+        device = self.parameters.text("device")
+        size = self.parameters.number("tensor_parallel")
         if device == "cuda" and size == 1:  # Triton has chosen a GPU for each instance
             device = device_of(device, int(args.get("model_instance_device_id", "0")))
         self.device = torch.device(device_of(device, 0))
@@ -58,7 +59,8 @@ class TorchProcess:
         self._gauges: dict[str, Gauge] = {}
         self.passes_in_flight = 2 if self.device.type == "cuda" and size == 1 else 1
         if self.device.type == "cuda":
-            instance, model = args.get("model_instance_name", ""), self.parameters.model
+            instance = args.get("model_instance_name", "")
+            model = self.parameters.model
             self._gauges = {
                 spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in GPU_MEMORY
             }

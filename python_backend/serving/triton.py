@@ -273,7 +273,8 @@ class NamedCounters:
     """Counters of one metric, distinguished by the value of a label and created on first use."""
 
     def __init__(self, model: str, family: str, description: str, label: str) -> None:
-        self._model, self._label = model, label
+        self._model = model
+        self._label = label
         self._family = _family(family, description, pb_utils.MetricFamily.COUNTER)
         self._metrics: dict[str, Any] = {}
         self._lock = threading.Lock()

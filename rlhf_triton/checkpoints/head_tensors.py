@@ -137,7 +137,8 @@ def _layers(prefix: str, activation: str, tensors: TensorInfos, *, latest: int =
 
 def _check_layer(name: str, tensors: TensorInfos, width: int | None) -> int:
     """Return the number of outputs of a linear layer. Raises ValueError unless it has `width` inputs (None: any)."""
-    weight, bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
+    weight = tensors.get(f"{name}.weight")
+    bias = tensors.get(f"{name}.bias")
     if weight is None:
         raise ValueError(f"the head has no {name}.weight; copy the checkpoint again")
     if len(weight.shape) != 2 or 0 in weight.shape:
@@ -161,7 +162,8 @@ def shape_error(name: str, tensor: TensorInfo, expected: str) -> str:
 
 def _group(head: Head, gate: Layers, config: Mapping[str, Any], tensors: TensorInfos) -> int:
     """Return the number of outputs per attribute of a gated head. Raises ValueError if head and gate do not fit."""
-    count, size = tensors[f"{gate.names[-1]}.weight"].shape[0], head.form.size
+    count = tensors[f"{gate.names[-1]}.weight"].shape[0]
+    size = head.form.size
     group = read_key(config, size, int, 1) if isinstance(size, str) else size
     transform = tensors[TRANSFORM].shape if TRANSFORM in tensors else (count, count)
     width, gate_width = (tensors[f"{layers.names[0]}.weight"].shape[1] for layers in (head.layers, gate))

@@ -131,7 +131,9 @@ TOKENIZERS = {
     "vocab.json": "BPE (vocab.json)",
 }
 
-NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerprint_weights` hashes
+# pieces of each weights file that `fingerprint_weights` hashes
+NUM_PIECES = 256
+PIECE_BYTES = 4096
 
 LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # a relative path that starts like this is not a Hub id
 
@@ -478,7 +480,8 @@ def _constants(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) ->
     try:
         mean, std = (read_key(found, key, float, default) for key, default in (("mean", 0.0), ("std", 1.0)))
     except (AttributeError, ValueError):
-        mean, std = 0.0, 0.0
+        mean = 0.0
+        std = 0.0
     if std <= 0:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: reward_standardization is {found!r}, but must be {{mean, std}} with std above 0"

@@ -60,7 +60,8 @@ def check_family(info: CheckpointInfo) -> None:
 
 def check_tensors(folder: Path, missing: Iterable[str], unused: Iterable[str]) -> None:
     """Raise CheckpointError if tensors of a causal language model are missing, or unused tensors may matter."""
-    absent, others = sorted(missing), sorted(unused)
+    absent = sorted(missing)
+    others = sorted(unused)
     if others:
         info = inspect_checkpoint(folder)
         others = [name for name in others if not is_harmless(name, info.tensors.get(name), info.vocab_size)]

@@ -71,7 +71,8 @@ def encode_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Ma
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + _num_bits(dtype, shape) // 8
+        start = end
+        end = end + _num_bits(dtype, shape) // 8
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the tensor data to 8 bytes
@@ -79,7 +80,8 @@ def encode_header(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Ma
 
 
 def _tensor(item: Mapping[str, Any], file: str, data: int, size: int) -> TensorInfo:
-    dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
+    dtype = str(item["dtype"])
+    shape = tuple(int(n) for n in item["shape"])
     start, end = item["data_offsets"]
     if not 0 <= start <= end:
         raise ValueError(f"a tensor cannot start at {start} and end at {end}")

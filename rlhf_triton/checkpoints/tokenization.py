@@ -25,7 +25,8 @@ from rlhf_triton.wire.messages import warn_once
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text
 GENERATION_FILE = "generation_config.json"
-TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_SETTINGS = "tokenizer_config.json"
 SAMPLE = "It's  3.14 (or 12345):\n\n\tÀ la carte, ﬁne 日本… FAQ_x2 "  # which tokenizers normalise and split differently
 BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
 
@@ -99,14 +100,13 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     """
     encoded = tokenizer(text, return_special_tokens_mask=True)
     # The mask is 0 for tokens of the text, special ones included.
-    ids, added = (
-        encoded["input_ids"],
-        encoded["special_tokens_mask"],
-    )
+    ids = encoded["input_ids"]
+    added = encoded["special_tokens_mask"]
     # No token comes from the text, or the mask has another length (T5's tokenizer does not add a second </s>).
     if 0 not in added or len(added) != len(ids):
         return list(ids)
-    start, end = added.index(0), len(ids) - added[::-1].index(0)
+    start = added.index(0)
+    end = len(ids) - added[::-1].index(0)
     has_start = text.lstrip().startswith(_literal(tokenizer, ids[:start]))
     has_end = text.rstrip().endswith(_literal(tokenizer, ids[end:]))
     return list(ids[start if has_start else 0 : end if has_end else len(ids)])
@@ -119,7 +119,8 @@ def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     end, because the response follows.
     """
     encoded = tokenizer(text, return_special_tokens_mask=True)
-    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    ids = encoded["input_ids"]
+    added = encoded["special_tokens_mask"]
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
     before = ids[: added.index(0)] if 0 in added and len(added) == len(ids) else []
     if bare[: len(before)] == before:

@@ -34,7 +34,8 @@ async def halved(
     try:
         return [(rows, await ask(rows))]
     except RequestFailed as error:
-        failed, is_refused = failure(error), isinstance(error, RequestRefused)
+        failed = failure(error)
+        is_refused = isinstance(error, RequestRefused)
     num_units = len(rows) // unit  # outside `except`, where the error would keep the encoded request in memory
     if num_units < 2 or not is_refused:
         return [(rows, failed)]

@@ -46,7 +46,10 @@ class Message:
         headers: Mapping[str, str],
         parameters: Mapping[str, int] | None = None,
     ) -> None:
-        self.model, self.outputs, self.headers, self.parameters = model, outputs, headers, parameters
+        self.model = model
+        self.outputs = outputs
+        self.headers = headers
+        self.parameters = parameters
         self.inputs = []
         for name, array in arrays.items():
             tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
@@ -65,7 +68,9 @@ class HTTPConnection:
             expected: required parameters by model; a server with other values gets no requests. Read at each check.
             declared: filled with the models' declarations as they are received.
         """
-        self._url, self._expected, self._declared = url, expected, declared
+        self._url = url
+        self._expected = expected
+        self._declared = declared
         self._difference = ""
         self._num_connected = self._num_checked = 0  # connections made so far, and before the last check
         self._checking = asyncio.Lock()
@@ -116,7 +121,8 @@ class HTTPConnection:
     async def describe(self, model: str) -> ServedModel:
         """Return what a model declares. Raises AttemptFailed if its parameters are unexpected; see also `infer`."""
         served = served_model(await self.http.get_model_config(model))
-        theirs, ours = served.parameters, dict(self._expected.get(model, {}))
+        theirs = served.parameters
+        ours = dict(self._expected.get(model, {}))
         if model in self._declared:
             ours = {**dict.fromkeys(served.meaning), **self._declared[model].meaning, **ours}
         different = sorted(key for key in ours if theirs.get(key) != ours[key])

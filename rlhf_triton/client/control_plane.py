@@ -344,7 +344,8 @@ class ModelServers:
             model: the model's name on the servers.
         """
         self.addresses = tuple(addresses)
-        self._key, self._model = key, model
+        self._key = key
+        self._model = model
         self._output = WEIGHTS_VERSION if model == CRITIC else REWARD_VERSION
 
     def urls(self) -> list[str]:

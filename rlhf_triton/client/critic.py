@@ -99,7 +99,8 @@ class AsyncCriticClient(AsyncClient):
             RequestFailed: all attempts failed, no server serves the version, or the server refuses a row: too long, or
                 an id outside the vocabulary.
         """
-        tokens, client = token_rows(rows), await self._connected()
+        tokens = token_rows(rows)
+        client = await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
         answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
         return RowValues(*_values(answer, tokens))
@@ -122,7 +123,8 @@ class AsyncCriticClient(AsyncClient):
 
         Raises like `values`; also RlhfError if the server has no reward model that takes these tokens.
         """
-        tokens, client = token_rows(rows), await self._connected()
+        tokens = token_rows(rows)
+        client = await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
         known = per_row(contract.METADATA, metadata, len(tokens), plain_object)
         lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole_number)
@@ -156,7 +158,8 @@ class AsyncCriticClient(AsyncClient):
             RequestRefused: the step does not fit, the key is wrong, or another client has taken over the run.
             RequestFailed: no answer; repeat the call to get it.
         """
-        arrays, client = training_arrays(tokens, returns, prev_values, mask), await self._connected(writes=True)
+        arrays = training_arrays(tokens, returns, prev_values, mask)
+        client = await self._connected(writes=True)
         return await client.train(arrays, run_id=self.run_id, step=step)
 
     async def save(self, step: int, *, keep_steps: Sequence[int] | None = None) -> int:

@@ -51,7 +51,10 @@ class ServerPool(Generic[C]):
         self._gone: list[Server[C]] = []  # no longer in DNS, but may have requests in flight
         self._resolving = asyncio.Lock()
         self._names = ServerNames(addresses)
-        self._connect, self._settings, self._counters, self._hint = connect, settings, counters, hint
+        self._connect = connect
+        self._settings = settings
+        self._counters = counters
+        self._hint = hint
         self._models: set[str] = set()  # requested so far; a server is ready if all of these are
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -322,7 +325,8 @@ class ServerPool(Generic[C]):
             try:
                 server.down = await self._why_not_ready(server)
             except RlhfError as error:  # task edge: requests that wait for a server raise this error
-                server.down, server.unusable = str(error), error
+                server.down = str(error)
+                server.unusable = error
                 logger.warning("%s gets no requests: %s", server.url, error)
                 break
             if server.down is None:

@@ -61,7 +61,8 @@ class Scores(np.ndarray):
         self.components = {name: terms[:, k] for k, name in enumerate(served.components)}
         empty = (np.empty(0, np.float32), np.empty(0, np.int64))
         found = [result.steps or empty for result in results] if served.granularity else []
-        self.steps, self.step_ends = [rewards for rewards, _ in found], [ends for _, ends in found]
+        self.steps = [rewards for rewards, _ in found]
+        self.step_ends = [ends for _, ends in found]
         return self
 
     def __getitem__(self, key: Any) -> Any:

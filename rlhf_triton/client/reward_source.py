@@ -129,7 +129,8 @@ class Room:
 
     def __init__(self, size: int) -> None:
         self._size = self._free = size
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def reserved(self, amount: int) -> AsyncIterator[None]:
@@ -261,7 +262,8 @@ def _read(answer: Arrays, num_rows: int) -> list[RowResult]:
     versions = answer.get(REWARD_VERSION)
     components = answer.get(REWARD_COMPONENTS, np.empty((num_rows, 0)))
     probabilities = answer.get(PROBABILITIES, np.empty((num_rows, 0))).tolist()
-    step_rewards, step_ends = answer.get(STEP_REWARDS), answer.get(STEP_ENDS)
+    step_rewards = answer.get(STEP_REWARDS)
+    step_ends = answer.get(STEP_ENDS)
     results = []
     for i in range(num_rows):
         terms = tuple(float(term) if math.isfinite(term) else None for term in components[i])
@@ -303,12 +305,14 @@ def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
     """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`."""
     parts: list[list[int]] = []
     for are_tokens in (False, True):
-        size, part = 0, list[int]()
+        size = 0
+        part = list[int]()
         for i, row in enumerate(rows):
             if (row.tokens is not None) == are_tokens:
                 size += row.num_characters
                 if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
-                    size, part = row.num_characters, []
+                    size = row.num_characters
+                    part = []
                     parts.append(part)
                 part.append(i)
     return parts

@@ -176,7 +176,8 @@ class RunConfig(Section):
                     "run.deterministic: with an environment, vLLM's turns differ from run to run; set "
                     "actor.generation.engine: slots, or remove run.deterministic"
                 )
-        actor, trainer = self.actor, self.trainer
+        actor = self.actor
+        trainer = self.trainer
         steps = actor.optimizer_steps
         check_training("actor.policy", actor.policy, actor.optimizer, ranks=actor.ranks, total_steps=steps)
         steps = trainer.optimizer.max_steps
@@ -274,7 +275,8 @@ class RunConfig(Section):
 
         Server, trainer and actor are on one machine unless `actor.client.servers` names the servers.
         """
-        vllm, apart = self.actor.generation.vllm, bool(self.actor.client.servers)
+        vllm = self.actor.generation.vllm
+        apart = bool(self.actor.client.servers)
         server, trainer, actor = ("server", "trainer", "actor") if apart else ("", "", "")
         found = [
             Place(
@@ -395,7 +397,8 @@ def _with_reference(config: RunConfig) -> RunConfig:
 
     Raises ValueError if the reference is served and its dtype differs from the policy's.
     """
-    given, actor = config.reference.model_fields_set, config.actor
+    given = config.reference.model_fields_set
+    actor = config.actor
     defaults = {"model": actor.policy.model, "dtype": actor.policy.precision}
     update = {name: value for name, value in defaults.items() if name not in given}
     reference = config.reference.model_copy(update=update)

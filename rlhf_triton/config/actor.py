@@ -367,7 +367,8 @@ class ActorSection(Section):
     @property
     def longest_row(self) -> tuple[int, str]:
         """Maximum tokens of a prompt and its response, and a text that names the keys behind it."""
-        prompt, new = self.prompts.max_tokens, self.generation.max_new_tokens
+        prompt = self.prompts.max_tokens
+        new = self.generation.max_new_tokens
         keys = f"actor.prompts.max_tokens ({prompt}) + actor.generation.max_new_tokens ({new})"
         return prompt + new, f"{keys} is {prompt + new}; lower them"
 
@@ -385,7 +386,9 @@ class ActorSection(Section):
 
 def check_actor(actor: ActorSection) -> None:
     """Check constraints between fields. Raises ValueError naming the fields and their values."""
-    algorithm, generation, size = actor.algorithm, actor.generation, actor.rollout_size
+    algorithm = actor.algorithm
+    generation = actor.generation
+    size = actor.rollout_size
     each = algorithm.responses_per_prompt
     if size % each:
         above = size - size % each + each
@@ -432,7 +435,8 @@ def check_actor(actor: ActorSection) -> None:
 
 def _check_prompts(prompts: PromptsSection) -> None:
     """Reject `files` in addition to `path`, an empty list without `path`, and a file that is listed twice."""
-    files, given = prompts.files, prompts.model_fields_set
+    files = prompts.files
+    given = prompts.model_fields_set
     if not files and "files" in given and "path" not in given:
         raise ValueError("actor.prompts.files is empty; list a file, or set actor.prompts.path")
     if files and prompts.path != PromptsSection().path:
@@ -461,8 +465,10 @@ def _check_critic_settings(algorithm: AlgorithmSection) -> None:
 
 def _check_ratios(actor: ActorSection) -> None:
     """Reject probability-ratio settings without effect, and settings that make log-probs incomparable."""
-    algorithm, generation = actor.algorithm, actor.generation
-    is_vllm, correction = generation.engine == "vllm", algorithm.factors
+    algorithm = actor.algorithm
+    generation = actor.generation
+    is_vllm = generation.engine == "vllm"
+    correction = algorithm.factors
     uses_engine = algorithm.old_logprobs == "sampler" or correction is not None
     key = "old_logprobs: sampler" if algorithm.old_logprobs == "sampler" else "correction"
     if correction is not None and algorithm.old_logprobs == "sampler":
@@ -510,7 +516,9 @@ def needs_correction(actor: ActorSection) -> bool:
 
 def _check_rewards(actor: ActorSection) -> None:
     """Reject penalties that would have no effect."""
-    rewards, algorithm, kl = actor.rewards, actor.algorithm, actor.kl
+    rewards = actor.rewards
+    algorithm = actor.algorithm
+    kl = actor.kl
     kl_in = algorithm.defaults.kl_in if kl.penalty_in == "auto" else kl.penalty_in
     if kl.uses_reference and kl_in == "reward" and kl.estimator == "unbiased":
         raise ValueError(
@@ -539,7 +547,8 @@ def _check_rewards(actor: ActorSection) -> None:
 
 def _check_components(actor: ActorSection, kl_in: str) -> None:
     """Reject what changes only the total reward, for an algorithm that uses its components."""
-    rewards, usual = actor.rewards, RewardsSection()
+    rewards = actor.rewards
+    usual = RewardsSection()
     names = ("normalization", "clip", "missing_eos_penalty", "overlong_tokens")
     changed = [f"actor.rewards.{name}" for name in names if getattr(rewards, name) != getattr(usual, name)]
     if actor.kl.uses_reference and kl_in == "reward":

@@ -26,12 +26,14 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
     if reward.logit is not None or (given is None and not (reward.model / CONFIG_FILE).is_file()):
         return None  # no labels needed, or the committed repository, which is rendered without a checkpoint
     info = inspect_checkpoint(reward.model)
-    count, names = reward_head(info).num_labels, info.label_names
+    count = reward_head(info).num_labels
+    names = info.label_names
     listed = f"{reward.model} has {count} {'label' if count == 1 else 'labels'} ({', '.join(names)})"
     if given is None:
         ways = choices(names, good=names[-1 if info.good_label is None else info.good_label])
         if reward.process is not None:
-            is_open, ways = count > 2 or (count == 2 and info.good_label is None), ways[:1]
+            is_open = count > 2 or (count == 2 and info.good_label is None)
+            ways = ways[:1]
         else:
             is_open = count > 1
         if is_open:

@@ -158,7 +158,8 @@ class TokenRewardSettings(Section):
 
 def check_token_rewards(reward: RewardSection) -> None:
     """Raise ValueError if settings of the section `reward` contradict each other."""
-    logit, process = reward.logit, reward.process
+    logit = reward.logit
+    process = reward.process
     if logit is not None or process is not None:
         what = "reward.logit" if logit is not None else "reward.process"
         _need(reward, what, pooling="auto", store=False, append_eos=False)

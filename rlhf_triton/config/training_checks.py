@@ -15,7 +15,8 @@ def check_training(
         section: key of the section `trained`.
         total_steps: length of the learning-rate schedule.
     """
-    key, kind = f"{section.partition('.')[0]}.optimizer", optimizer.kind
+    key = f"{section.partition('.')[0]}.optimizer"
+    kind = optimizer.kind
     lr = optimizer.lr
     min_lr = optimizer.min_lr
     warmup = optimizer.warmup_steps

@@ -33,7 +33,8 @@ def without_effect(config: RunConfig) -> list[str]:
     Contradictory settings are refused when the configuration is loaded. Settings without effect are harmless, unless
     the user meant something else, such as the policy by `trainer.optimizer.lr`.
     """
-    left, found = sorted(config.written), []
+    left = sorted(config.written)
+    found = []
     for applies, why, keys in (*_serving_rules(config), *(_actor_rules(config) if config.has_actor else ())):
         named = [key for key in left if applies and any(f"{key}.".startswith(f"{each}.") for each in keys)]
         if named:
@@ -72,7 +73,10 @@ def _serving_rules(config: RunConfig) -> Iterator[Rule]:
 def _actor_rules(config: RunConfig) -> Iterator[Rule]:
     """Yield the rules for the training loop."""
     actor = config.actor
-    kl, rewards, validation, generation = actor.kl, actor.rewards, actor.validation, actor.generation
+    kl = actor.kl
+    rewards = actor.rewards
+    validation = actor.validation
+    generation = actor.generation
     keys = _in("actor.kl", "reference", "penalty_in", "estimator")
     yield not kl.uses_reference, "actor.kl.coef is 0", keys
     yield from _algorithm_rules(actor)
@@ -88,7 +92,8 @@ def _actor_rules(config: RunConfig) -> Iterator[Rule]:
 def _algorithm_rules(actor: ActorSection) -> Iterator[Rule]:
     """Yield the rules for `actor.algorithm`; a user's own advantage function or loss may use every setting."""
     algorithm = actor.algorithm
-    advantage, name = algorithm.defaults.advantage, algorithm.name
+    advantage = algorithm.defaults.advantage
+    name = algorithm.name
     is_ours = algorithm.advantage == "auto"
     bootstraps = algorithm.uses_critic  # with an environment, the values of truncated conversations are discounted
     keys = _in("actor.algorithm", "lam")

@@ -11,7 +11,8 @@ _NUMBERS = {  # the first that matches counts
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)\Z"),
     "tag:yaml.org,2002:float": re.compile(rf"(?:{_FLOAT})\Z"),
 }
-_TEXT, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+_TEXT = "tag:yaml.org,2002:str"
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,7 +52,8 @@ def read_yaml(text: str) -> Any:
         _check_keys(node, [])
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        mark, problem = error.problem_mark, error.problem or error.context
+        mark = error.problem_mark
+        problem = error.problem or error.context
         if "\\t" in str(problem):
             problem = f"{problem}; indent with spaces"
         elif "another document" in str(problem):
@@ -75,7 +77,8 @@ def _check_keys(node: yaml.Node, path: Sequence[str], around: Sequence[yaml.Node
         return
     lines: dict[str, int] = {}
     for key, value in node.value:
-        line, name = key.start_mark.line + 1, str(key.value)
+        line = key.start_mark.line + 1
+        name = str(key.value)
         where = ".".join([*path, name])
         if key.tag not in (_TEXT, _MERGE):
             kind = key.tag.rpartition(":")[2]

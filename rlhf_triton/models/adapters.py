@@ -113,7 +113,8 @@ class MergedWeights(Mapping[str, Tensor]):
             dtype: dtype of all floating-point tensors except the head's, which stay in at least float32; default: at
                 least float32 for all.
         """
-        self._dtype, self._head = dtype, set() if head is None else {id(parameter) for parameter in head.parameters()}
+        self._dtype = dtype
+        self._head = set() if head is None else {id(parameter) for parameter in head.parameters()}
         tensors = model.state_dict(keep_vars=True)
         self.plain = {_plain(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
         """The base model's tensors, before the adapters are merged in."""

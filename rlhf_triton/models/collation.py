@@ -20,7 +20,9 @@ from rlhf_triton.wire.contract import Limits
 
 logger = logging.getLogger(__name__)
 Forward = Callable[..., Tensor]
-SHORT, LONG = 3, 9  # tokens of the two probe rows
+# tokens of the two probe rows
+SHORT = 3
+LONG = 9
 WIDE = 72  # a width above the 64 tokens of a chunk of attention, as in Reformer
 SAME_SHAPE = 1e-5  # relative to the largest output: forward passes of equal shape, with different padding ids
 ANOTHER_SHAPE = {
@@ -86,11 +88,9 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
         found = forward(ids, attention).float()
         return [each[: len(row)] if found.ndim == 3 else each for each, row in zip(found, rows, strict=True)]
 
-    (alone,), (beside, longer), (changed, _) = (
-        outputs([short], len(short)),
-        outputs([short, long], longest),
-        outputs([short, long], longest, padding=1),
-    )
+    (alone,) = outputs([short], len(short))
+    (beside, longer) = outputs([short, long], longest)
+    (changed, _) = outputs([short, long], longest, padding=1)
     behind = outputs([long, short], min(WIDE, limits.max_length or WIDE))
 
     def difference(*pairs: tuple[Tensor, Tensor]) -> float:

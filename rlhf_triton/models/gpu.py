@@ -14,7 +14,9 @@ from torch import Tensor
 
 Array: TypeAlias = "np.ndarray[Any, Any] | Tensor"
 ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its size
-HIGH, LOW = -1, 0  # priorities of streams: kernels of high priority start first
+# priorities of streams: kernels of high priority start first
+HIGH = -1
+LOW = 0
 
 
 def to_device(device: torch.device, *arrays: Array) -> tuple[Tensor, ...]:

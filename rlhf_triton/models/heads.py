@@ -30,11 +30,14 @@ class GatedHead(nn.Module):
     def __init__(self, head: Head, tensors: dict[str, Tensor], pattern: tuple[int, ...] | None) -> None:
         super().__init__()
         assert head.gate is not None
-        self.layers, self.gate = _build(head.layers, tensors), _build(head.gate, tensors)
+        self.layers = _build(head.layers, tensors)
+        self.gate = _build(head.gate, tensors)
         self.register_buffer("pattern", None if pattern is None else torch.tensor(pattern), persistent=False)
         self.pattern: Tensor | None
         """Token ids: the gate reads the hidden state at their last occurrence in a row; None: at the scored token."""
-        self._reduction, self._group, self._temperature = head.form.reduction, head.group, head.temperature
+        self._reduction = head.form.reduction
+        self._group = head.group
+        self._temperature = head.temperature
         self.register_buffer("transform", tensors.get(TRANSFORM))
         self.register_buffer("scale", tensors.get(SCALE))
         self.transform: Tensor | None
@@ -111,7 +114,8 @@ class ModelHead:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self.path = model, ""
+        self._model = model
+        self.path = ""
         body = f"{model.base_model_prefix}."
         for name, module in model.named_modules():
             inside = name.startswith(body) or (self.path and name.startswith(f"{self.path}."))

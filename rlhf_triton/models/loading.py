@@ -237,7 +237,8 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) 
 
     Bodies without a prefix are left to transformers. Raises CheckpointError if two tensors get the same name.
     """
-    prefix, stored = kind.base_model_prefix, layers_path(tensors)
+    prefix = kind.base_model_prefix
+    stored = layers_path(tensors)
     is_usual = stored.startswith(f"{prefix}.") and not stored.startswith(f"{prefix}.{prefix}.")
     if not prefix or is_usual or "." not in stored:
         return tensors
@@ -266,14 +267,16 @@ def unused_tensors(
         return []
     # Harmless: output layers of the family's language models and a pooler that the head does not read; without a
     # head, all layers of those models.
-    body, language_model_shapes = f"{kind.base_model_prefix}.", dict[str, tuple[int, ...]]()
+    body = f"{kind.base_model_prefix}."
+    language_model_shapes = dict[str, tuple[int, ...]]()
     for mapping in LANGUAGE_MODELS:
         if (language := mapping.get(type(config), None)) is not None:
             shapes = {name: (*tensor.shape,) for name, tensor in empty_model(language, config).state_dict().items()}
             language_model_shapes |= shapes if info.head is not None else unwrapped(shapes, body)
     if info.head is None:
         for name in [*unused]:  # a layer of this name but of another shape is something else
-            stored, shape = info.tensors.get(name), language_model_shapes.get(name.removeprefix(body))
+            stored = info.tensors.get(name)
+            shape = language_model_shapes.get(name.removeprefix(body))
             if shape is not None and (stored is None or stored.shape == shape):
                 unused.remove(name)
         return sorted(unused)
@@ -286,7 +289,8 @@ def unused_tensors(
 
 def _keep_stable(model: Any, info: CheckpointInfo) -> None:
     fix_forward(model)
-    limit, positions = stable_length(model.config.to_dict()), getattr(model.config, "max_position_embeddings", None)
+    limit = stable_length(model.config.to_dict())
+    positions = getattr(model.config, "max_position_embeddings", None)
     if limit and positions and limit < positions:
         logger.warning(
             "%s: rows are limited to %d tokens, not max_position_embeddings (%d): a longer row would change the rotary "

@@ -84,12 +84,15 @@ class RewardModel:
         self._reload = reload
         self.model = outputs.model
         self.num_outputs = num_outputs
-        self.mean, self.std = constants.mean, constants.std
+        self.mean = constants.mean
+        self.std = constants.std
         self.limits = limits_of(self.model)
         self.skipped_pad_id = skipped_pad_id  # stripped from the end of sentences, because transformers pools before it
         self._outputs = outputs
         self._pool = None if pooling is None else POOLS[pooling]
-        self._weights, self._num_for, self._probability = weights, num_for, probability
+        self._weights = weights
+        self._num_for = num_for
+        self._probability = probability
         self.has_token_types = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
 
     @property
@@ -189,7 +192,8 @@ class CriticModel:
     ) -> None:
         self._group = group
         self.model = model.eval()
-        self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
+        self.mean = (constants or Constants()).mean
+        self.std = (constants or Constants()).std
         known = None if like is None else like._token_head
         self._token_head: TokenHead = TokenHead(model, like=known)
         self.limits = limits_of(model)

@@ -59,7 +59,8 @@ def twin_with_head(
     check_same_architecture(model_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():
         return None
-    own, place = model.state_dict(), ModelHead(model)
+    own = model.state_dict()
+    place = ModelHead(model)
     head = place.fitted(build_head(info.head, tensors_of_head(info, info.head)))
     tensors = {name: tensor for name, tensor in stored_tensors(info).items() if not info.head.owns(name)}
     tensors |= {f"{place.path}.{name}": tensor for name, tensor in head.state_dict().items()}
@@ -97,7 +98,8 @@ def with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
 
 def check_same_architecture(served: Mapping[str, Any], info: CheckpointInfo) -> None:
     """Raise CheckpointError if a checkpoint's architecture in config.json differs from the served model's, `served`."""
-    folder, stored = info.folder, model_config(info, 1).to_dict()
+    folder = info.folder
+    stored = model_config(info, 1).to_dict()
     if stored["model_type"] != served["model_type"]:
         raise CheckpointError(
             f"{folder} is a {stored['model_type']} model, but the served model is {served['model_type']}; another "

@@ -124,7 +124,8 @@ def on_rank(rank: int | None, device: object, setting: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        who, reason = "this process" if rank is None else f"rank {rank}", _reason_of(error)
+        who = "this process" if rank is None else f"rank {rank}"
+        reason = _reason_of(error)
         logger.error("out of GPU memory:", exc_info=True)
         raise RankOutOfMemory(f"{who} ran out of memory on {device} ({reason}); lower {setting}") from error
 

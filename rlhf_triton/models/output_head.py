@@ -121,9 +121,11 @@ class _HeadLogprobs(torch.autograd.Function):
         banned: list[int],
         with_entropy: bool,
     ) -> Any:
-        logprobs, entropies = [], []
+        logprobs = []
+        entropies = []
         terms = _terms(weight)
-        ctx.temperature, ctx.banned = temperature, banned
+        ctx.temperature = temperature
+        ctx.banned = banned
         ctx.set_materialize_grads(False)  # None: the entropies are not part of the loss, whose gradient is then cheaper
         for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
             logits = _logits(ctx, part, weight, bias, terms)
@@ -140,9 +142,11 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
-        start, terms = 0, _terms(weight)
+        start = 0
+        terms = _terms(weight)
         if grads[-1] is None:
-            grads, entropies = grads[:1], []
+            grads = grads[:1]
+            entropies = []
         grads = (torch.zeros(len(targets), device=hidden.device) if grads[0] is None else grads[0], *grads[1:])
         for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
             rows = slice(start, start := start + len(part))

@@ -67,5 +67,6 @@ def check_gpus(places: Iterable[Place]) -> None:
 
 
 def _shown(place: Place) -> str:
-    first, last = place.gpus[0], place.gpus[-1]
+    first = place.gpus[0]
+    last = place.gpus[-1]
     return f"{place.key} ({'every GPU' if place.every else first if first == last else f'{first} to {last}'})"

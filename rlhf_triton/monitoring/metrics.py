@@ -36,7 +36,8 @@ class MetricSpec:
     status: str = ""  # name in `rlhf-triton status`
 
 
-RATE, INCREASE = "rate({}[$__rate_interval])", "increase({}[5m])"
+RATE = "rate({}[$__rate_interval])"
+INCREASE = "increase({}[5m])"
 _ROLLOUT = "train_rollouts/"
 
 GPU_MEMORY = (  # the keys of `rlhf_triton.models.out_of_memory.gpu_bytes`
@@ -316,7 +317,9 @@ class Exporter:
     ) -> None:
         """`live`: returns further values at each scrape; if it raises OSError or RlhfError, they are absent."""
         self.metrics = metrics
-        self._prefix, self._run_dir, self._live = prefix, run_dir, live
+        self._prefix = prefix
+        self._run_dir = run_dir
+        self._live = live
         self._lock = threading.RLock()  # garbage collection inside it may log an error, which is counted
         self._values: dict[str, dict[str, float]] = {}
         for metric in self.metrics:

@@ -32,7 +32,8 @@ class _Tracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ModuleNotFoundError as error:
             raise RlhfError(f"run.trace_endpoint needs {error.name}: pip install '.[tracing]'") from error
-        self._w3c, self._with_span = TraceContextTextMapPropagator(), set_span_in_context
+        self._w3c = TraceContextTextMapPropagator()
+        self._with_span = set_span_in_context
         resource = Resource.create({"service.name": process, "rlhf.run": run})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
@@ -89,7 +90,8 @@ def start(process: str, endpoint: str | None, run: str) -> None:
 def stop() -> None:
     """End all spans and send them; waits at most STOP_S."""
     global _tracer
-    tracer, _tracer = _tracer, None
+    tracer = _tracer
+    _tracer = None
     if tracer is not None:
         tracer.stop()
 

@@ -272,7 +272,8 @@ class TrlFunction:
         self, function: UserFunction, parameters: Mapping[str, inspect.Parameter], needed: Sequence[str]
     ) -> None:
         """`needed`: parameters without a default; as in TRL, they are None for rows without the column."""
-        self._function, self._needed = function, needed
+        self._function = function
+        self._needed = needed
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._names = None if takes_all else parameters.keys()
 
@@ -296,7 +297,8 @@ class TrlFunction:
 
 def _texts(sample: Sample) -> tuple[Any, Any]:
     """Return a sample's prompt and completion, each a text or a list of chat messages."""
-    messages, text = sample.metadata.get(MESSAGES_KEY), sample.text if sample.response is None else sample.response
+    messages = sample.metadata.get(MESSAGES_KEY)
+    text = sample.text if sample.response is None else sample.response
     if not isinstance(messages, list):
         return sample.prompt, text
     if reply := sample.metadata.get(REPLY_KEY):

@@ -62,7 +62,8 @@ class WorkerPool:
         Raises:
             FunctionError: the function cannot be imported or refuses its options; no process is left running.
         """
-        self._limit_s, self._counted = call.timeout_s, counted
+        self._limit_s = call.timeout_s
+        self._counted = counted
         self._num_workers = num_workers
         self._most_waiting = most_waiting
         self._num_waiting = 0

@@ -80,7 +80,8 @@ class HeartbeatWatch:
             self._read_at = now + READ_EVERY_S
             heartbeat = self._read()
             if heartbeat != self.last:
-                self.last, self._since = heartbeat, now
+                self.last = heartbeat
+                self._since = now
         return now - self._since
 
 

@@ -114,7 +114,8 @@ class NewLines:
             inode = os.fstat(file.fileno()).st_ino
             size = file.seek(0, 2)
             if inode != self._inode or size < self._offset:
-                self._inode, self._offset = inode, 0
+                self._inode = inode
+                self._offset = 0
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):

@@ -34,7 +34,10 @@ class DamagedRecord(RlhfError):
         """`payload`: the record's bytes, if only they are damaged."""
         log = path.parent.parent
         super().__init__(f"{path} is damaged at byte {position}: {problem}; {REMEDY.format(folder=log)}")
-        self.path, self.position, self.problem, self.payload = path, position, problem, payload
+        self.path = path
+        self.position = position
+        self.problem = problem
+        self.payload = payload
 
 
 def _refuse(error: RlhfError) -> None:

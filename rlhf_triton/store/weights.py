@@ -141,10 +141,13 @@ class ServingRecords:
 
     def _all(self) -> list[tuple[ServingRecord, bool]]:
         """Return every record, and whether its instance is alive."""
-        found, seen, now = [], {}, time.monotonic()
+        found = []
+        seen = {}
+        now = time.monotonic()
         for path in sorted(self._folder.glob("*.json")):
             try:
-                record, stamp = ServingRecord(**(read_json(path) or {})), path.stat().st_mtime_ns
+                record = ServingRecord(**(read_json(path) or {}))
+                stamp = path.stat().st_mtime_ns
             except (ValueError, TypeError, FileNotFoundError):
                 continue  # removed just now, or truncated by a crash: its instance writes it again
             known = self._seen.get(path.name)

@@ -74,7 +74,8 @@ class AgentFolder:
     """Files through which an agent and its ranks share rank 0's process id and the end of the job."""
 
     def __init__(self, root: Path) -> None:
-        self._first, self._end = root / "rank-0", root / "end"
+        self._first = root / "rank-0"
+        self._end = root / "end"
 
     def enter(self) -> bool:
         """If this process is rank 0, record its process id. Returns False if the job has already ended."""

@@ -20,8 +20,10 @@ class Mailbox:
     """Messages between this rank and the others; each is read once, in the order of sending."""
 
     def __init__(self, rank: int, store: Any) -> None:
-        self._rank, self._store = rank, store
-        self._sent, self._received = Counter[int](), Counter[int]()
+        self._rank = rank
+        self._store = store
+        self._sent = Counter[int]()
+        self._received = Counter[int]()
 
     def send(self, to: int, tensors: Mapping[str, Tensor]) -> None:
         """Send CPU tensors to rank `to`."""

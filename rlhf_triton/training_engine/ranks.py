@@ -45,7 +45,8 @@ class RankLost(Exception):
 class OneRank:
     """The interface of `Ranks` for a process that trains alone."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
     shards: Literal[False] = False
     """Whether each rank holds only a slice of the weights in training."""
 
@@ -87,7 +88,10 @@ class Ranks:
     shards: Literal[True] = True
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
-        self.rank, self.size, self.device, self._store = rank, size, device, store
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._store = store
         self.operations = Operations(rank, dist.PrefixStore("operations", store))
 
     @classmethod
@@ -98,7 +102,8 @@ class Ranks:
             device: this process's device, `cpu` or `cuda:N`; becomes the current device of this thread.
             timeout: timeout of one collective.
         """
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
         own = torch.device(device)
         if own.type == "cuda":
             torch.cuda.init()  # otherwise creating a device mesh would select another GPU
@@ -219,7 +224,8 @@ class Ranks:
         Rank 0 waits until the others have read that the job has ended, because its store ends with its process.
         """
         self.announce(END)
-        left, deadline = self._store.add("left", 1), time.monotonic() + LEAVE_S
+        left = self._store.add("left", 1)
+        deadline = time.monotonic() + LEAVE_S
         while self.rank == 0 and left < self.size and time.monotonic() < deadline:
             time.sleep(POLL_S)
             left = self._store.add("left", 0)
@@ -239,7 +245,9 @@ class Operations:
     """A numbered list of operations that rank 0 announces and every other rank executes in order."""
 
     def __init__(self, rank: int, store: Any) -> None:
-        self._rank, self._store, self._number = rank, store, 0
+        self._rank = rank
+        self._store = store
+        self._number = 0
 
     def announce(self, name: str, **arguments: Any) -> None:
         """Make the other ranks execute operation `name`; the arguments must be JSON. Rank 0 only."""

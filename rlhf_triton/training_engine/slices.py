@@ -125,7 +125,8 @@ def _write_rows(path: Path, tensor_of: Callable[[str], Tensor], starts: Mapping[
 
 def _own_rows(tensor: Tensor) -> tuple[int, memoryview]:
     """Return the byte offset of this rank's slice in the full tensor, and the slice's bytes."""
-    tensor, offset = tensor.detach(), 0
+    tensor = tensor.detach()
+    offset = 0
     if isinstance(tensor, DTensor):
         (slice_,) = tensor.__create_chunk_list__()
         offset = slice_.offsets[0] * math.prod(tensor.shape[1:]) * tensor.dtype.itemsize

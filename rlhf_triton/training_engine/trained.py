@@ -61,9 +61,11 @@ class TrainedModel:
         """
         if settings.gradient_checkpointing:
             checkpoint_gradients(model, f"{section}.gradient_checkpointing")
-        self.model, self.ranks = model, ranks
+        self.model = model
+        self.ranks = ranks
         self._marks = resume_marks(section, type(settings))
-        self._schedule, self._total_steps = optimizer, total_steps
+        self._schedule = optimizer
+        self._total_steps = total_steps
         owner = section.partition(".")[0]
         self.settings = decisive_settings(section, settings) | decisive_settings(f"{owner}.optimizer", optimizer)
         """Settings that affect training, by full key; checkpoints store them."""
@@ -171,7 +173,8 @@ class TrainedModel:
 
         Any number of ranks can load them, bit-identically. Raises OSError on all ranks if one cannot write.
         """
-        ranks, folder = self.ranks, Path(folder)
+        ranks = self.ranks
+        folder = Path(folder)
         ranks.announce("trained.save", folder=str(folder))
         write_slices({**self.weights(), **self.state()}, folder, ranks)
         own = ranks.run_on_all_ranks(lambda: hashes(folder, part=ranks.rank, parts=ranks.size))
@@ -179,7 +182,8 @@ class TrainedModel:
 
     def verify(self, folder: Path | str) -> None:
         """Verify the digest of every file of a checkpoint. Raises DamagedCheckpoint."""
-        ranks, folder = self.ranks, Path(folder)
+        ranks = self.ranks
+        folder = Path(folder)
         ranks.announce("trained.verify", folder=str(folder))
         try:
             ranks.run_on_all_ranks(lambda: verify_folder(folder, part=ranks.rank, parts=ranks.size))

@@ -21,7 +21,9 @@ Rendered = Callable[[Messages, Mapping[str, Any]], str]
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """For each tokenizer, the kinds of conversation that its template is known to write completely."""
 MOST_KINDS = 10_000
-PROBE, NEXT_PROBE = "Yes.", "Why?"  # contents of probe messages, to find what a chat template writes around them
+# contents of probe messages, to find what a chat template writes around them
+PROBE = "Yes."
+NEXT_PROBE = "Why?"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TO_PARTS = (  # prefix of a chat template; ends so that it does not strip white space at the template's start
     "{%% set of = namespace(parts=[]) %%}{%% for m in messages %%}"
@@ -95,7 +97,8 @@ def render_chat(
                 raise
             return rendered(written, options)
 
-    options, template = {**options, GENERATION_PROMPT: generation_prompt}, str(tokenizer.chat_template)
+    options = {**options, GENERATION_PROMPT: generation_prompt}
+    template = str(tokenizer.chat_template)
     text = rendered(messages, options)
     text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
     kinds = _checked.setdefault(tokenizer, set())
@@ -186,8 +189,10 @@ def _check_texts(
         other = mark if isinstance(texts[place], str) else {mark: mark}
         if mark in found or not is_lost(place, other):
             continue
-        i, key = int(place[0]), place[1]
-        role, last = messages[i]["role"], messages[: i + 1]
+        i = int(place[0])
+        key = place[1]
+        role = messages[i]["role"]
+        last = messages[: i + 1]
         alone = {"role": role, "content": mark}
         if is_lost((i,), alone) and not is_lost((i,), alone, last):
             continue
@@ -240,7 +245,8 @@ def template_of_texts(tokenizer: Any) -> str:
 
     A template may do so for some roles only.
     """
-    template, roles = str(tokenizer.chat_template), ("system", "user", "assistant")
+    template = str(tokenizer.chat_template)
+    roles = ("system", "user", "assistant")
     for known in (roles, roles[1:]):
         texts = {role: f"{role}: {PROBE}" for role in known}
         messages = [{"role": role, "content": text} for role, text in texts.items()]

@@ -93,7 +93,9 @@ class Output:
 
 
 OUTPUTS: list[Output] = []
-STORED, WHOLE = "stored", "whole"  # traits of a reward model: it has versions; it scores whole rows, not their steps
+# traits of a reward model: it has versions; it scores whole rows, not their steps
+STORED = "stored"
+WHOLE = "whole"
 
 
 def _output(models: str, name: str, dtype: str, dims: int | str, meaning: str, **more: Any) -> str:

@@ -118,7 +118,8 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
     Raises:
         ContractError: a field is missing, has the wrong dtype or shape, or a row is too long.
     """
-    tokens, lengths = arrays.get(TOKENS), arrays.get(SEQUENCE_LENGTHS)
+    tokens = arrays.get(TOKENS)
+    lengths = arrays.get(SEQUENCE_LENGTHS)
     if tokens is None:
         raise ContractError(f"{TOKENS}: missing")
     expect_integers(TOKENS, tokens)

@@ -162,14 +162,17 @@ def test_gae_and_masked_statistics_ignore_masked_values_row_order_and_padding(se
 
 
 def test_masked_sum_mean_and_whiten_match_hand_computed_values():
-    x, mask = f64([[1.0, 3.0, 100.0], [5.0, 100.0, 100.0]]), f64([[1, 1, 0], [1, 0, 0]])
+    x = f64([[1.0, 3.0, 100.0], [5.0, 100.0, 100.0]])
+    mask = f64([[1, 1, 0], [1, 0, 0]])
     assert (adv.masked_sum(x, mask), adv.masked_mean(x, mask)) == (9.0, 3.0)
     step = 2 / math.sqrt(8 / 3 + 1e-8)  # uncorrected: (4 + 0 + 4) / 3
     close(adv.masked_whiten(x, mask), f64([[-step, 0.0, 0.0], [step, 0.0, 0.0]]))
-    x, empty = f64([[1.0, math.nan, 3.0]]), f64([[0, 0, 0]])
+    x = f64([[1.0, math.nan, 3.0]])
+    empty = f64([[0, 0, 0]])
     assert adv.masked_mean(x, empty) == adv.explained_variance(x, x, empty) == 0
     assert adv.masked_whiten(x, empty).tolist() == [[0.0, 0.0, 0.0]]
-    x, weights = f64([[1.0, 3.0, 100.0]]), f64([[0.25, 0.5, 0.0]])
+    x = f64([[1.0, 3.0, 100.0]])
+    weights = f64([[0.25, 0.5, 0.0]])
     assert (adv.masked_sum(x, weights), adv.masked_mean(x, weights > 0)) == (1.75, 2.0)
     close(adv.masked_mean(x, weights), f64(1.75 / 0.75))
     close(adv.masked_whiten(x, weights > 0), adv.masked_whiten(x, (weights > 0).double()))
@@ -220,7 +223,8 @@ COMPARED = {
 @pytest.mark.parametrize("name", COMPARED)
 def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name):
     """The fourth is the only one of its prompt that counts; the last one of either prompt does not."""
-    rewards, groups = torch.tensor([1.0, 2.0, 6.0, 4.0, 100.0, 100.0]), torch.tensor([0, 0, 0, 1, 1, 0])
+    rewards = torch.tensor([1.0, 2.0, 6.0, 4.0, 100.0, 100.0])
+    groups = torch.tensor([0, 0, 0, 1, 1, 0])
     inputs = advantage_inputs(rewards, groups, torch.ones(6, 2), counted=rewards < 100)
     advantages, returns = import_function(ALGORITHMS[name].advantage)(inputs)
     assert advantages[:, 0].tolist() == advantages[:, 1].tolist() == pytest.approx([*COMPARED[name], 0, 0], abs=1e-5)
@@ -231,8 +235,10 @@ def test_group_advantages_compare_only_counted_responses_of_the_same_prompt(name
 @pytest.mark.parametrize("count", [3, 5, 8, 11, 64])
 def test_scores_equal_up_to_rounding_give_zero_advantage(score, count):
     """The float32 mean of equal numbers may differ from them; over a spread of 1e-6 that gave advantages of 0.63."""
-    rewards, groups = torch.full((2 * count,), score), torch.arange(2).repeat_interleave(count)
-    counted, nothing = torch.ones(2 * count).bool(), [0.0] * 2 * count
+    rewards = torch.full((2 * count,), score)
+    groups = torch.arange(2).repeat_interleave(count)
+    counted = torch.ones(2 * count).bool()
+    nothing = [0.0] * 2 * count
     assert [baseline(rewards, groups, counted).tolist() for baseline in BASELINES] == [nothing, nothing]
     rewards[1] = torch.nextafter(rewards[1], torch.tensor(torch.inf))
     assert group_standardise(rewards, groups, counted).tolist() == nothing

@@ -121,7 +121,8 @@ def test_advantages_are_whitened_over_trained_tokens_only(algorithm, mask_unfini
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_infinite_logprobs_outside_the_mask_change_neither_batch_nor_metrics(kind):
     """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
-    scored, settings = scored_samples(), {**SETTINGS, "kl_estimator": kind}
+    scored = scored_samples()
+    settings = {**SETTINGS, "kl_estimator": kind}
     clean = make_batch(scored, **settings)
     for logprob, reference in ((-math.inf, 0), (0, -math.inf), (math.nan, 1e38)):
         dirty = [
@@ -165,7 +166,8 @@ def test_failed_row_is_masked_and_does_not_affect_the_other_rows():
     expected = make_batch(without, **SETTINGS)
     width = max(LENGTHS[i] for i in keep) - 1
     close({name: tensor[keep, :width] for name, tensor in fields(batch).items()}, fields(expected))
-    others, names = metrics_of(without, expected), "rewards rewards_std init_policy_kl init_policy_kl_per_sequence"
+    others = metrics_of(without, expected)
+    names = "rewards rewards_std init_policy_kl init_policy_kl_per_sequence"
     names += " rewards_with_kl explained_variance advantages_std returns_mean values_std weights_version_min"
     same = {name: others[name] for name in names.split()} | {"masked_samples": 1}
     assert {name: metrics[name] for name in same} == pytest.approx(same)
@@ -259,7 +261,8 @@ def received(rows, **settings):
 
 
 def test_components_of_weight_0_are_left_out_and_those_that_do_not_apply_are_nan():
-    weights, terms = {"right": 2.0, "short": 0.5, "charted": 0.0}, (0.0, 8.0, math.nan, 4.0)
+    weights = {"right": 2.0, "short": 0.5, "charted": 0.0}
+    terms = (0.0, 8.0, math.nan, 4.0)
     rows = [
         row.with_score(components={"right": 1.0, "short": term, "charted": math.nan}, weights=weights)
         for row, term in zip(scored_samples(), terms, strict=True)
@@ -288,7 +291,8 @@ def shaper_of(**settings):
 def shaped(shaper, rewards, *responses, scored=None):
     """Return these scores after the stages; the first response ended, the others did not."""
     count = len(rewards)
-    responses, scored = responses or (1,) * count, torch.ones(count).bool() if scored is None else scored
+    responses = responses or (1,) * count
+    scored = torch.ones(count).bool() if scored is None else scored
     mask = (torch.arange(max(responses)) < torch.tensor(responses)[:, None]).float() * scored[:, None]
     ended = torch.arange(count) == 0
     known = {"scored": scored, "ended": ended, "counted": scored}
@@ -320,7 +324,8 @@ def test_overlong_penalty_grows_linearly_within_the_buffer():
 
 
 def test_running_normalization_continues_from_a_restored_state():
-    shaper, history = shaper_of(rewards_normalization="running"), torch.empty(0)
+    shaper = shaper_of(rewards_normalization="running")
+    history = torch.empty(0)
     generator = torch.Generator().manual_seed(0)
     for count in (4, 1, 7):
         rewards = torch.randn(count, generator=generator) * 3 + 5
@@ -403,7 +408,9 @@ def test_row_that_failed_to_get_process_rewards_is_masked():
     close(batch_of(sample, "grpo").advantages[0], expected, atol=1e-4, rtol=0)
     conversations = [(row,) for row in sample]
     assert process_metrics(conversations) == {"process_rewards": 0.75, "steps_per_response": 2.0}
-    returns, values = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([0.1, 0.2, 0.3, 0.4])  # of the first row alone
+    # of the first row alone
+    returns = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    values = torch.tensor([0.1, 0.2, 0.3, 0.4])
     variance = 1 - float((returns - values).var(correction=0) / returns.var(correction=0))
     found = explained_by_values(conversations, [(row,) for row in processed()])
     assert found == pytest.approx(variance, abs=1e-6)
@@ -470,7 +477,8 @@ def sampled(tensor, batch):
 )
 def test_one_row_per_turn_trains_like_one_long_row(name, settings):
     given = {"kl_coef": 0.0, **BARE, **settings, "algorithm_name": name, "responses_per_prompt": 2}
-    rewards, another = (1.0, 1.0, 2.0, 1.0), conversation(row_of(0.0, 3.0))
+    rewards = (1.0, 1.0, 2.0, 1.0)
+    another = conversation(row_of(0.0, 3.0))
     one = make_batch([conversation(row_of(*rewards)), another], **given)
     rows = [row_of(reward, number=i) for i, reward in enumerate(rewards)]
     several = make_batch([conversation(*rows), another], **given)
@@ -482,7 +490,8 @@ def test_one_row_per_turn_trains_like_one_long_row(name, settings):
 
 def test_turns_are_ordered_by_time_across_rows():
     """The agent's second row falls between two calls of its first one."""
-    first, second = row_of(1.0, 8.0), row_of(2.0, 4.0, number=1)
+    first = row_of(1.0, 8.0)
+    second = row_of(2.0, 4.0, number=1)
     first = replace(first, turns=(first.turns[0], replace(first.turns[1], number=3)))
     batch = make_batch([conversation(second, first)], kl_coef=0.0, **BARE, algorithm_name="reinforce++")
     assert sampled(batch.returns, batch) == [14, 12, 15, 8]

@@ -60,10 +60,8 @@ def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents, model
         said = [message["content"] for message in row.messages]
         assert said[1::2] == [f"More {i}." for i in range(len(said) // 2)]
         for number, turn in enumerate(row.turns, 1):
-            decoder, draws = (
-                Decoder(model, SamplingSettings(max_new_tokens=8, eos_ids=[EOS], banned_ids=BANNED), slots=1),
-                uniform_draws(3, i + number * ROW_STEP),
-            )
+            decoder = Decoder(model, SamplingSettings(max_new_tokens=8, eos_ids=[EOS], banned_ids=BANNED), slots=1)
+            draws = uniform_draws(3, i + number * ROW_STEP)
             given = one_response(decoder, row.tokens[: turn.start], draws, 8)
             assert row.tokens[turn.start : turn.end].tolist() == [*turn.tokens] == given
         last = row.turns[-1]

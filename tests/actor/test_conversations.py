@@ -113,7 +113,8 @@ def talk_in_rows(
 
     The clock advances by 10 s with each reading.
     """
-    left, seen = [*replies], []
+    left = [*replies]
+    seen = []
     times = itertools.count(0.0, 10.0)
 
     class Scripted:
@@ -224,7 +225,8 @@ def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents, name
 def test_text_after_a_reply_matches_the_templates_rendering(template, keeps, opening):
     """Qwen3 adds an empty thought to a last reply; Qwen3.5 begins replies with a thought, which R1 forgets."""
     chat = Chat(tokenizer_of(template, CHATML.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")))
-    said, more = [user("Hi.")], [user("Go on.")]
+    said = [user("Hi.")]
+    more = [user("Go on.")]
     reply = "Hm.\n</think>\n\nYes." if opening else "Yes."
     if opening and not keeps:
         with pytest.raises(HistoryChanged):
@@ -252,7 +254,8 @@ def test_template_that_adds_a_space_before_replies_is_accepted():
 
 
 def test_check_prompts_reports_a_template_that_leaves_out_tools(agents, caplog):
-    agent, chats = agents("IncrementEnv"), [replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
+    agent = agents("IncrementEnv")
+    chats = [replace(PROMPT, metadata={"messages": [{"role": "user"}]})]
     agent.check_prompts(chats)
     assert not caplog.records
     for seen, unseen in (
@@ -470,12 +473,11 @@ def test_each_turn_is_sampled_from_the_whole_row_before_it(agents, model, tokeni
     found = generated_rows(model, agent, prompts_of(9), uses_slots, generation_batch_size=slots)
     assert max(len(rows[-1].turns if tokenizer is TOKENIZER else rows) for rows in found) > 2
     for i, number, row in ((i, number, row) for i, rows in enumerate(found) for number, row in enumerate(rows)):
-        draws, inside = uniform_draws(3, i + number * ROW_STEP), np.zeros(len(row.tokens), np.bool_)
+        draws = uniform_draws(3, i + number * ROW_STEP)
+        inside = np.zeros(len(row.tokens), np.bool_)
         for turn in row.turns:
-            decoder, before = (
-                Decoder(model, SamplingSettings(max_new_tokens=8, eos_ids=[EOS], banned_ids=BANNED), slots=1),
-                row.tokens[: turn.start],
-            )
+            decoder = Decoder(model, SamplingSettings(max_new_tokens=8, eos_ids=[EOS], banned_ids=BANNED), slots=1)
+            before = row.tokens[: turn.start]
             assert row.tokens[turn.start : turn.end].tolist() == one_response(decoder, before, draws, 8)
             inside[turn.start : turn.end] = True
         assert (row.sampled == inside).all()
@@ -483,7 +485,8 @@ def test_each_turn_is_sampled_from_the_whole_row_before_it(agents, model, tokeni
 
 
 def test_time_limit_excludes_the_time_that_the_policy_samples(agents, model, monkeypatch):
-    now, sampled = [0.0], ConversationSource.sample_turn
+    now = [0.0]
+    sampled = ConversationSource.sample_turn
 
     async def slowly(source, row, before):
         turn = await sampled(source, row, before)
@@ -555,7 +558,9 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents, model):
 
 def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents):
     """The decoder does not receive it."""
-    agent, calls, found = agents("Countdown"), [], {}
+    agent = agents("Countdown")
+    calls = []
+    found = {}
 
     async def leave(prompt, seed, rows, **_):
         calls.append(asyncio.create_task(rows.sample_turn([5])))
@@ -577,7 +582,8 @@ def test_jobs_can_be_dropped_after_the_environments_have_ended(agents, model):
     """As when a run is left while its decoding gives way to another call."""
     agent = agents("Countdown")
     engine = LocalGeneration(model, TOKENIZER, actor_section().generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
-    engine.uses_slots, engine.runner = True, agent
+    engine.uses_slots = True
+    engine.runner = agent
     engine.add(SamplingJob(dict(enumerate(prompts_of(4))), lambda *_: None, seed=3))
     passes = iter([False, False, True])
     engine.decode(lambda: next(passes))

@@ -77,7 +77,8 @@ async def test_trl_environment_class_runs_unchanged():
 
 
 async def test_tool_call_errors_are_returned_as_the_tools_answer(tmp_path):
-    log, name = tmp_path / "log", f"{FILE}:Tools"
+    log = tmp_path / "log"
+    name = f"{FILE}:Tools"
     async with running("Tools", options={"log": str(log)}, reward=f"{FILE}:by_state") as environments:
         assert [tool["function"]["name"] for tool in environments.tools or []] == ["fail", "look"]
         assert log.read_text() == "closed", "an instance that was made for its tools alone"
@@ -257,7 +258,8 @@ def test_environment_section_needs_either_class_or_agent(section):
 @contextlib.asynccontextmanager
 async def served():
     """Yield a server, its URL, and its listening site."""
-    server, app = OpenEnvServer(), web.Application()
+    server = OpenEnvServer()
+    app = web.Application()
     app.router.add_get("/ws", server.session)
     runner = web.AppRunner(app)
     await runner.setup()
@@ -278,7 +280,8 @@ async def playing(**options):
 
 async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
     async with served() as (server, url, site), running(OPENENV, options={"url": url}) as environments:
-        one, two = await environments.open({"seed": 7, "x": 1}), await environments.open({})
+        one = await environments.open({"seed": 7, "x": 1})
+        two = await environments.open({})
         assert (one.observation, server.resets) == ("start", [{"seed": 7}, {}])
         assert await one.step("hello") == StepResult("hello", 0.5, False)
         assert await one.step("end") == StepResult("end", 0.5, True)

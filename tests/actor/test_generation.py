@@ -28,7 +28,8 @@ from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection
 
-VOCAB, EOS = 64, 2
+VOCAB = 64
+EOS = 2
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 256}
 GROUPED = {**WIDE, "num_key_value_heads": 2}
@@ -84,7 +85,8 @@ def texts(written_by, prompts, *, seed=0, greedy=False):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_slot_decoding_matches_transformers_generate(family):
-    model, prompts = make_model(family, eos_bias=2.0), make_prompts(11)
+    model = make_model(family, eos_bias=2.0)
+    prompts = make_prompts(11)
     ours = generation(model)
     written = texts(ours, prompts, greedy=True)
     assert ours.uses_slots, "it was not our decoding that wrote them"
@@ -92,7 +94,8 @@ def test_greedy_slot_decoding_matches_transformers_generate(family):
 
 
 def test_slot_decoding_handles_a_response_that_just_fits_the_models_positions():
-    model, prompts = make_model("learned positions"), [np.full(length, 5) for length in (255, 9)]
+    model = make_model("learned positions")
+    prompts = [np.full(length, 5) for length in (255, 9)]
     ours, theirs = (generation(model, max_new_tokens=1, uses_slots=slots) for slots in (None, False))
     assert texts(ours, prompts, greedy=True) == texts(theirs, prompts, greedy=True)
     assert ours.uses_slots
@@ -123,7 +126,8 @@ def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch):
 
     monkeypatch.setattr(Decoder, "_decode_step", watched)
     monkeypatch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
-    model, prompts = make_model("llama", eos_bias=1.0), make_prompts(60, longest=4)
+    model = make_model("llama", eos_bias=1.0)
+    prompts = make_prompts(60, longest=4)
     found = {}
     decoder = Decoder(model, SamplingSettings(max_new_tokens=24, eos_ids=[EOS], banned_ids=[0, 1]), slots=4)
     decoder.run(asking(prompts, found, lambda _: None, most=24))
@@ -136,7 +140,8 @@ def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch):
 def test_draw_samples_in_proportion_to_the_probabilities():
     """20,000 draws of five tokens: each share within four standard deviations of its probability."""
     torch.manual_seed(0)
-    probabilities, count = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20_000
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    count = 20_000
     drawn = draw(probabilities.log().expand(count, -1), torch.rand(count, dtype=torch.float64))
     shares = drawn.bincount(minlength=5) / count
     assert ((shares - probabilities).abs() <= 4 * (probabilities * (1 - probabilities) / count).sqrt()).all()
@@ -158,7 +163,8 @@ def test_rows_of_a_group_share_the_prefill_of_their_prompt(size, token_budget, f
     """Prefills have fewer rows, stay within the token budget, and give the same responses as separate prefills."""
     prompts = [prompt for prompt in make_prompts(3) for _ in range(4)]
     passes = []
-    prefill, logits = Decoder._prefill, Decoder._logits
+    prefill = Decoder._prefill
+    logits = Decoder._logits
 
     def watched(self, *given):
         def noted(self, cache, ids, *window):
@@ -190,7 +196,8 @@ class Talk:
     longest = 60
 
     def __init__(self, prompts, seed):
-        self.size, self._rng = len(prompts), np.random.default_rng(seed)
+        self.size = len(prompts)
+        self._rng = np.random.default_rng(seed)
         self.rows = {i: [[*prompt.tolist()]] for i, prompt in enumerate(prompts)}  # prompt, turn, observation, turn, …
         self._late = []
         self._now = [*self.rows]
@@ -213,9 +220,11 @@ class Talk:
         self.answered += 1
 
     def next_rows(self, *, wait):
-        found, self._now = self._now, []
+        found = self._now
+        self._now = []
         if (wait and not found) or self._rng.random() < 0.1:
-            found, self._late = found + self._late, []
+            found = found + self._late
+            self._late = []
         return [(index, [*itertools.chain(*self.rows[index])]) for index in found]
 
 
@@ -236,14 +245,16 @@ def one_response(decoder, tokens, draws, most):
     ],
 )
 def test_resumed_rows_match_generation_from_the_whole_row(name, slots, budget):
-    model, prompts = make_model(name, eos_bias=2.0), make_prompts(24)
+    model = make_model(name, eos_bias=2.0)
+    prompts = make_prompts(24)
     for seed in range(2):
         settings = SamplingSettings(max_new_tokens=12, eos_ids=[EOS], banned_ids=[0, 1], min_new_tokens=seed)
         talk = Talk(prompts, seed)
         Decoder(model, settings, slots=slots, token_budget=budget).run(talk)
         assert talk.answered > 10
         for i, (prompt, *parts) in talk.rows.items():
-            draws, row = uniform_draws(seed, i), prompt
+            draws = uniform_draws(seed, i)
+            row = prompt
             for turn, observed in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=()):
                 left = min(12, talk.longest - len(row))
                 decoder = Decoder(model, replace(settings, max_new_tokens=left), slots=1)
@@ -256,11 +267,13 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
 
     A second job is added while the first one is decoded; seeds make its responses those of a rollout of its own.
     """
-    model, prompts = make_model("llama", eos_bias=-2.0), make_prompts(9)
+    model = make_model("llama", eos_bias=-2.0)
+    prompts = make_prompts(9)
     alone = texts(generation(model), prompts[5:], seed=2)
     layer = model.model.layers[0].self_attn.v_proj.weight
     weights = [layer.detach().clone(), layer.detach() * 0.5]
-    engine, found = generation(model), {}
+    engine = generation(model)
+    found = {}
 
     def given(numbers):
         return {number - numbers.start: Prompt(str(number), "", prompts[number]) for number in numbers}
@@ -320,7 +333,8 @@ def test_slot_decoding_is_disabled_if_its_probabilities_differ_from_a_plain_forw
     embedding.weight.data *= scale
     forward = embedding.forward
     embedding.forward = lambda ids: forward(torch.arange(ids.shape[-1]).expand_as(ids) * 5 % 256)
-    written_by, rng = generation(model), np.random.default_rng(0)
+    written_by = generation(model)
+    rng = np.random.default_rng(0)
     texts(written_by, [rng.integers(3, VOCAB, length) for length in lengths])
     assert not written_by.uses_slots
     assert "different distribution than plain forward passes" in caplog.text
@@ -350,7 +364,8 @@ def test_non_finite_logits_are_an_error():
 
 def limit_rows(model, most, monkeypatch, *, after=0):
     """Let memory run out in forwards of more than `most` rows, `after` the first ones."""
-    forward, passes = model.forward, itertools.count()
+    forward = model.forward
+    passes = itertools.count()
 
     def limited(input_ids, **others):
         if next(passes) >= after and len(input_ids) > most:
@@ -362,7 +377,8 @@ def limit_rows(model, most, monkeypatch, *, after=0):
 
 @pytest.mark.parametrize("uses_slots", [True, False])
 def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots, monkeypatch):
-    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
+    model = make_model("llama", eos_bias=2.0)
+    prompts = make_prompts(11)
     expected = texts(generation(model, uses_slots=uses_slots, generation_batch_size=8), prompts, seed=7)
     written_by = generation(model, uses_slots=uses_slots, generation_batch_size=8)
     texts(written_by, prompts[:1])
@@ -375,8 +391,10 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots, monkeypatch
 
 
 def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch):
-    model, prompts = make_model("llama", eos_bias=-2.0), [Prompt("", "", tokens) for tokens in make_prompts(9)]
-    engine, found = generation(model, uses_slots=True, generation_batch_size=8), []
+    model = make_model("llama", eos_bias=-2.0)
+    prompts = [Prompt("", "", tokens) for tokens in make_prompts(9)]
+    engine = generation(model, uses_slots=True, generation_batch_size=8)
+    found = []
     limit_rows(model, 4, monkeypatch)
     engine.add(SamplingJob({0: prompts[0]}, lambda index, _: found.append(index), seed=1))
     later = [SamplingJob(dict(enumerate(prompts[1:], 1)), lambda index, _: found.append(index), seed=2)]
@@ -419,7 +437,8 @@ def ends(rows):
 
 
 def test_eos_ends_a_response_and_is_its_last_token(checkpoint):
-    policy, ended = make_policy(checkpoint), []
+    policy = make_policy(checkpoint)
+    ended = []
     policy.model.lm_head.weight.data[policy.eos_ids[0]] += 0.5  # now and then
     for seed in range(4):
         rollout = generate(policy, seed=seed)
@@ -438,7 +457,8 @@ def test_eos_id_beyond_the_models_vocabulary_is_ignored():
 
 def test_a_stop_string_ends_a_response(checkpoint):
     free = make_policy(checkpoint)
-    plain, decode = responses(generate(free, seed=3)), free.tokenizer.decode
+    plain = responses(generate(free, seed=3))
+    decode = free.tokenizer.decode
     stop = decode(plain[0][2:4])  # what the first row writes third and fourth
     policy = make_policy(checkpoint, stop_strings=(stop, "never written"))
     rollout = generate(policy, seed=3)
@@ -501,7 +521,8 @@ def test_both_engines_sample_the_same_tokens_without_the_global_generator(checkp
 
 
 def test_both_engines_ignore_the_checkpoints_generation_config(checkpoint):
-    found, ended = [], set()
+    found = []
+    ended = set()
     for uses_slots in (True, False):
         policy = make_policy(checkpoint, stop_strings=("t", "never written"))
         policy.generation.uses_slots = uses_slots
@@ -523,7 +544,8 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
     """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
     policy = make_policy(checkpoint, precision="float32", temperature=0.7, top_k=5, top_p=0.9)
     rollout = generate(policy, seed=1)
-    row, start = torch.from_numpy(rollout[2].tokens), len(PROMPTS[2])
+    row = torch.from_numpy(rollout[2].tokens)
+    start = len(PROMPTS[2])
     with torch.no_grad():
         logits = policy.model(row[None].to(policy.model.device)).logits[0].cpu() / 0.7
     logits[:, policy.banned_ids] = -torch.inf
@@ -536,7 +558,8 @@ def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
     """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
     policy = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler")
     before = generate(policy)
-    logprobs, ref_logprobs = logprobs_of(policy, before), logprobs_of(policy, before, reference=True)
+    logprobs = logprobs_of(policy, before)
+    ref_logprobs = logprobs_of(policy, before, reference=True)
     policy.model.lm_head.weight.data[20] += 5.0
     assert torch.equal(tokens_of(generate(policy)), tokens_of(before))
     assert torch.equal(logprobs_of(policy, before), logprobs)
@@ -548,7 +571,8 @@ def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
 
 def test_generation_logprobs_are_used_after_the_check(checkpoint, monkeypatch):
     policy = make_policy(checkpoint, precision="float32", temperature=0.7)
-    rollout, other = generate(policy), generate(policy, seed=1)
+    rollout = generate(policy)
+    other = generate(policy, seed=1)
     passes = []
     forward = policy.logprobs
     monkeypatch.setattr(policy, "logprobs", lambda rows: (passes.append(len(rows)), forward(rows))[1])
@@ -578,7 +602,8 @@ def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint):
 def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(checkpoint, settings, scale):
     """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
     policy = make_policy(checkpoint, **settings)
-    first, other = generate(policy), generate(policy, seed=1)
+    first = generate(policy)
+    other = generate(policy, seed=1)
     found = zip(first, policy.logprobs(first), strict=True)
     first = [replace(row, logprobs=each * np.float32(scale)) for row, each in found]
     other = [replace(row, logprobs=np.ones(len(row.tokens), np.float32)) for row in other]
@@ -591,9 +616,11 @@ def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(checkpoint, 
 
 def shared_batch():
     """Return tokens, lengths and response mask of three prompts with four responses each, in mixed order."""
-    generator, prompts = torch.Generator().manual_seed(0), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]] * 4
+    generator = torch.Generator().manual_seed(0)
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]] * 4
     sizes = [size for size in (4, 1, 6, 3) for _ in range(3)]
-    tokens, inside = torch.zeros(12, 12, dtype=torch.int64), torch.zeros(12, 11, dtype=torch.bool)
+    tokens = torch.zeros(12, 12, dtype=torch.int64)
+    inside = torch.zeros(12, 11, dtype=torch.bool)
     for i, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
         row = [*prompt, *torch.randint(5, 60, (size,), generator=generator).tolist()]
         tokens[i, : len(row)] = torch.tensor(row)
@@ -615,7 +642,8 @@ def shared_hidden(body, *batch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_prompt_forward_matches_plain_outputs_and_gradients(family, monkeypatch):
     monkeypatch.setattr(cache, "WORTH_IT", 10.0)
-    model, results = make_model(family), []
+    model = make_model(family)
+    results = []
     assert can_share(model)
     for function in (plain_hidden, shared_hidden):
         model.zero_grad()

@@ -117,7 +117,8 @@ def policy(checkpoint):
 class InstantScorer:
     """Rewards a row with the sum of its tokens; a token's value is its id. `answer` may return an awaitable."""
 
-    has_critic, reward = True, ServedModel()
+    has_critic = True
+    reward = ServedModel()
 
     def __init__(self, answer=lambda: None):
         self.asked = 0
@@ -189,7 +190,9 @@ class Reference:
 
 async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_scores(policy):
     """A row's end waits for requests: were rows sent when all are written, it would wait in vain."""
-    order, asked, server = [], threading.Event(), Reference()
+    order = []
+    asked = threading.Event()
+    server = Reference()
     reference = ServedReference(server, policy, Path())
 
     def hold(finished, index, row):
@@ -241,14 +244,16 @@ async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy, chec
 
 
 async def test_only_scoring_waits_for_the_critic(policy):
-    calls, computed = [], threading.Event()
+    calls = []
+    computed = threading.Event()
 
     def called(name):
         calls.append(name)
         if calls == ["decode", "sampled_logprobs", "add_logprobs"]:
             computed.set()
 
-    server, ready = InstantScorer(), asyncio.get_running_loop().create_future()
+    server = InstantScorer()
+    ready = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(collected(policy, server, versions=ready, called=called))
     assert await asyncio.to_thread(computed.wait, PATIENCE_S), f"only {calls} came about without the critic"
     assert server.asked == 0
@@ -267,7 +272,8 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy):
 
 async def test_cancelling_collect_stops_generation_and_requests(policy):
     """As at the end of a run whose next rollout is in progress."""
-    written, go_on = threading.Event(), threading.Event()
+    written = threading.Event()
+    go_on = threading.Event()
 
     def hold(finished, index, row):
         written.set()
@@ -323,7 +329,8 @@ def test_version_steps_map_a_version_to_its_last_update(start, rules, answers, c
 
 
 def test_staleness_is_logged_as_maximum_mean_and_histogram():
-    name, rows = "train_rollouts/staleness", {"0": 6, "2": 2}
+    name = "train_rollouts/staleness"
+    rows = {"0": 6, "2": 2}
     found = VersionSteps(1, 5, every=1).metrics([1] * 5 + [0] * 2 + [2], sent=2)
     assert {**found, f"{name}_rows": {}} == {name: 2.0, f"{name}_mean": 0.5, f"{name}_rows": {}}
     assert found[f"{name}_rows"] == rows
@@ -399,7 +406,8 @@ def test_a_run_goes_on_after_failed_critic_updates(tmp_path, checkpoints, caplog
 
 
 def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, checkpoints, caplog):
-    prompts, classes = tmp_path / "prompts.jsonl", Path(__file__).parents[1] / "support" / "environment_classes.py"
+    prompts = tmp_path / "prompts.jsonl"
+    classes = Path(__file__).parents[1] / "support" / "environment_classes.py"
     prompts.write_text("".join(json.dumps({"text": text, "turns": 99}) + "\n" for text in TEXTS[:4]))
     actor = {**SMALL, "kl_coef": 0.1, "kl_target": 1.0, "prompts_path": str(prompts), "steps": 2}
     actor |= {"algorithm_name": "grpo", "responses_per_prompt": 2, "max_resampled": 1}
@@ -484,7 +492,8 @@ def test_grace_period_is_bounded():
 
 
 async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
-    stop, works = Stop(), [asyncio.ensure_future(asyncio.sleep(600)) for _ in range(2)]
+    stop = Stop()
+    works = [asyncio.ensure_future(asyncio.sleep(600)) for _ in range(2)]
     assert await stop.or_done(asyncio.sleep(0, "result")) == "result"
     waiting = asyncio.ensure_future(stop.or_done(works[0]))
     await asyncio.sleep(0)
@@ -503,7 +512,8 @@ async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
 @pytest.mark.device
 def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path, checkpoints):
     """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
-    start, policy = tmp_path / "start", tmp_path / "run" / "policy"
+    start = tmp_path / "start"
+    policy = tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
     settings = {"model": str(start), "lora_rank": 0, "prompts_max_tokens": 40}
     run = make_grpo(tmp_path / "run", checkpoints, **settings)
@@ -514,7 +524,8 @@ def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path
     assert 0 < line["train_rollouts/fraction_of_samples_properly_ended"] < 1
     assert math.isfinite(line["train_optim/grad_norm"])
     assert max(int(batch.tokens.max()) for batch in batches) < len(tokenizer)
-    written, special = read_json(policy / "generation_config.json"), special_tokens_in(policy)
+    written = read_json(policy / "generation_config.json")
+    special = special_tokens_in(policy)
     assert written["eos_token_id"] == special.eos_ids == run.policy.eos_ids == [0, 2]
     assert (written["pad_token_id"], special.template_end, special.banned_ids) == (0, None, run.policy.banned_ids)
     assert (num_embeddings(policy), fingerprint(load_tokenizer(policy))) == (176, fingerprint(tokenizer))
@@ -601,7 +612,8 @@ def failing_call(owner, name, call, error):
 
     def prepare(run):
         part = getattr(run, owner) if owner else run
-        original, calls = getattr(part, name), []
+        original = getattr(part, name)
+        calls = []
 
         def fails(*args, **kwargs):
             calls.append(None)
@@ -668,7 +680,8 @@ def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints
 
 def nan_weights(run):
     """After the second step."""
-    renew, calls = run.policy.renew_sampler, []
+    renew = run.policy.renew_sampler
+    calls = []
 
     def poisoned(version):
         calls.append(None)
@@ -720,7 +733,8 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
 
 def watched_batches(run):
     """The batches of all updates, once the run has ended."""
-    batches, update = [], run.policy_update.run
+    batches = []
+    update = run.policy_update.run
 
     def watched(batch, **kwargs):
         batches.append(batch)
@@ -736,7 +750,9 @@ class Crash(BaseException):
 
 def go_until(run, owner, name, call, *, crash=False):
     """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
-    original, calls, asked = getattr(owner, name), [], threading.Event()
+    original = getattr(owner, name)
+    calls = []
+    asked = threading.Event()
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -827,7 +843,8 @@ AHEAD = {
 
 def crash_in_the_fourth_update(run):
     """Run until then; the checkpoint of step 2 is the newest, and no response is being sampled."""
-    update, calls = run.policy_update.run, []
+    update = run.policy_update.run
+    calls = []
 
     def crash_in_the_fourth(*given, **named):
         while run.policy.has_jobs:
@@ -867,7 +884,8 @@ def test_response_that_could_not_be_sampled_is_masked_and_sampled_again_after_a_
     add = run.policy.add
 
     def lose_the_first(job):
-        finished, prompt = job.finished, job.prompts.get(0)
+        finished = job.finished
+        prompt = job.prompts.get(0)
 
         def report(index, conversation):
             if index == 0 and prompt is not None:

@@ -86,7 +86,8 @@ GOLDEN = {  # value and slope at d = 0, 1, -2
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_kl_estimate_and_kl_loss_match_hand_computed_values(kind):
     values, slopes = GOLDEN[kind]
-    logprobs, reference = f64([-1.0, -2.0, -3.0, 5.0]), f64([-1.0, -3.0, -1.0, -math.inf])
+    logprobs = f64([-1.0, -2.0, -3.0, 5.0])
+    reference = f64([-1.0, -3.0, -1.0, -math.inf])
     torch.testing.assert_close(kl_estimate(logprobs[:, :3], reference[:, :3], kind), f64(values))
     logprobs.requires_grad_()
     log_ratio = logprobs - logprobs.detach()

@@ -101,7 +101,8 @@ def test_flash_reinforce_matches_peers(case):
 @cases("unbiased_kl")
 def test_unbiased_kl_and_its_gradient_match_peers(case):
     logprobs = INPUTS["logprobs"].clone().requires_grad_()
-    reference, log_ratio = INPUTS["logprobs"] - INPUTS["log_ratio"], logprobs - INPUTS["old_logprobs"]
+    reference = INPUTS["logprobs"] - INPUTS["log_ratio"]
+    log_ratio = logprobs - INPUTS["old_logprobs"]
     loss = kl_loss(logprobs, reference, log_ratio, MASK, kind="unbiased", total=float(MASK.sum()))
     loss.backward()
     close(loss.detach(), case["value"])

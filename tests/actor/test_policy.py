@@ -98,7 +98,8 @@ def add(folder, **shapes):
 
 
 BY_TOKEN = (40, 16)  # the shape of embeddings and output layer
-NO_OUTPUT, BY_NAME = r"have no (output layer|lm_head\.weight)", "it does not use "
+NO_OUTPUT = r"have no (output layer|lm_head\.weight)"
+BY_NAME = "it does not use "
 # What the folder is, how it is made, and what is refused; whether the headers show it, before anything is loaded.
 NO_POLICIES = {
     "reward": ("llama", "reward", str, f"{NO_OUTPUT}.*, and {BY_NAME}score.weight", True),
@@ -214,11 +215,13 @@ def test_complete_language_model_checkpoint_loads_as_policy(tmp_path, what):
 
 
 def test_lora_policy_starts_as_its_reference_and_trains_only_adapters(llama):
-    policy, full = make_policy(llama, lora_rank=4), make_policy(llama)
+    policy = make_policy(llama, lora_rank=4)
+    full = make_policy(llama)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     assert policy.reference is None
     assert torch.equal(tokens_of(rollout), tokens_of(rows_of(full.generate(PROMPTS, seed=1))))
-    reference, before = logprobs_of(policy, rollout, reference=True), parameters(policy)
+    reference = logprobs_of(policy, rollout, reference=True)
+    before = parameters(policy)
     torch.testing.assert_close([logprobs_of(policy, rollout), reference], [logprobs_of(full, rollout)] * 2)
     names = {name for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
     assert names == {name for name in before if "lora_" in name}
@@ -277,7 +280,8 @@ def test_adapters_are_merged_only_inside_with_merged_layers(family, tmp_path):
     """GPT-2's layers hold their weights transposed."""
     model = save_tiny(tmp_path / "model", family, "language").eval()
     wrapper = with_adapters(model, Lora("actor.policy", 4, 8, "all-linear"), model.get_output_embeddings())
-    ids, adapted = torch.arange(12)[None], MergedWeights(model).adapted
+    ids = torch.arange(12)[None]
+    adapted = MergedWeights(model).adapted
     with torch.no_grad():
         for name, parameter in wrapper.named_parameters():
             if "lora_B" in name:
@@ -340,7 +344,8 @@ def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_p
 
 def loaded(folder, monkeypatch, *, add_table=False, **settings):
     """Load a policy; return it and the dtype of each load of its model. `add_table` gives the model a buffer."""
-    original, dtypes = AutoModelForCausalLM.from_pretrained, []
+    original = AutoModelForCausalLM.from_pretrained
+    dtypes = []
 
     def recording(*args, dtype, **kwargs):
         dtypes.append(dtype)
@@ -359,7 +364,9 @@ def test_bfloat16_checkpoint_is_loaded_in_float32_only_if_it_is_trained(tmp_path
     family that computes a table in the dtype of its weights would lose digits."""
     folder = save_policy(tmp_path)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    narrow, wide, lora = torch.bfloat16, torch.float32, {"lora_rank": 2, "precision": "bfloat16"}
+    narrow = torch.bfloat16
+    wide = torch.float32
+    lora = {"lora_rank": 2, "precision": "bfloat16"}
     for settings in ({"precision": "bfloat16"}, {"lora_rank": 2}):
         full, dtypes = loaded(folder, monkeypatch, **settings)
         assert (dtypes, {p.dtype for p in full.model.parameters()}) == ([wide], {wide})
@@ -368,6 +375,7 @@ def test_bfloat16_checkpoint_is_loaded_in_float32_only_if_it_is_trained(tmp_path
     monkeypatch.setattr("rlhf_triton.actor.policy.loading.stored_dtypes", lambda _: {"F32"})
     widened, later = loaded(folder, monkeypatch, **lora)
     assert (dtypes, later) == ([narrow], [wide])
-    found, expected = MergedWeights(policy.model).plain, MergedWeights(widened.model).plain
+    found = MergedWeights(policy.model).plain
+    expected = MergedWeights(widened.model).plain
     assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

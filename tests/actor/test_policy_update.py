@@ -17,7 +17,9 @@ from tiny_checkpoints import save_tiny
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 
-LENGTHS, LONGEST, PROMPT = [9, 4, 12, 7, 5, 10], 12, 3
+LENGTHS = [9, 4, 12, 7, 5, 10]
+LONGEST = 12
+PROMPT = 3
 # One algorithm for each loss that an update can have: the others differ in what comes before it, the advantages.
 NAMES = sorted({(each.loss, each.loss_mean): name for name, each in reversed(ALGORITHMS.items())}.values())
 
@@ -185,7 +187,8 @@ def test_nll_term_raises_the_likelihood_of_positive_responses(checkpoint):
 @pytest.fixture(scope="module")
 def dropping(tmp_path_factory):
     """OPT's layers drop out by their own training flag, which says too whether a layer computes again."""
-    folder, tokenizer = tmp_path_factory.mktemp("policy"), make_tokenizer()
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": 2}
     save_tiny(folder, "opt", "language", **sizes, dropout=0.5, layerdrop=0.5, bos_token_id=0, eos_token_id=1)
     tokenizer.save_pretrained(folder)
@@ -195,7 +198,8 @@ def dropping(tmp_path_factory):
 @pytest.mark.device
 @pytest.mark.parametrize("model", ["checkpoint", "dropping"])
 def test_gradient_checkpointing_gives_the_same_update_with_less_memory(request, model):
-    results, sizes = [], []
+    results = []
+    sizes = []
     for recompute in (False, True):
         limits = {"prompts_max_tokens": 32, "max_new_tokens": 32, "gradient_checkpointing": recompute}
         policy = make_policy(request.getfixturevalue(model), double=False, **limits)
@@ -224,7 +228,8 @@ def test_kl_penalty_in_the_loss_pulls_towards_the_reference(checkpoint, kind):
     """Advantages of 0, and a reference that likes these tokens more: the penalty alone makes them likelier."""
     policy = make_policy(checkpoint, kl_penalty_in="loss", kl_estimator=kind, algorithm_name="reinforce++")
     batch = make_batch(policy)
-    nothing, ref_logprobs = torch.zeros_like(batch.mask), batch.logprobs + batch.mask
+    nothing = torch.zeros_like(batch.mask)
+    ref_logprobs = batch.logprobs + batch.mask
     batch = replace(batch, advantages=nothing, ref_logprobs=ref_logprobs)
     assert updated(policy, batch, kl_coef=1.0)[0]["scaled_kl"] > 0
     assert float(((make_batch(policy).logprobs - batch.logprobs) * batch.mask).sum()) > 0.1
@@ -240,7 +245,8 @@ def test_entropy_bonus_raises_the_policys_entropy(checkpoint):
 
 def test_non_finite_gradient_raises_and_changes_no_weights(checkpoint):
     policy = make_policy(checkpoint)
-    batch, before = make_batch(policy), weights_of(policy)
+    batch = make_batch(policy)
+    before = weights_of(policy)
     batch.advantages[2, 5] = math.inf
     with pytest.raises(FloatingPointError, match=r"not finite at optimizer step 0; lower actor.optimizer.lr \(0.01\)"):
         updated(policy, batch)
@@ -250,7 +256,8 @@ def test_non_finite_gradient_raises_and_changes_no_weights(checkpoint):
 
 def test_update_skips_rows_and_minibatches_without_weight(checkpoint, monkeypatch):
     policy = make_policy(checkpoint)
-    before, forward = weights_of(policy), policy.logprobs_of
+    before = weights_of(policy)
+    forward = policy.logprobs_of
     rows = []
     monkeypatch.setattr(
         policy, "logprobs_of", lambda model, inputs, **k: (rows.append(len(inputs[0])), forward(model, inputs, **k))[1]

@@ -81,7 +81,8 @@ NO_COLUMN = "must have a text, messages or prompt column, got"
 TOKENS = "tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"
 TWO = "could each be the prompt; keep one of them, and remove or rename the others"
 HALF = "is half a character (a lone surrogate), which UTF-8 cannot encode; fix or drop the row"
-USER, REPLY = user("x"), assistant("y")
+USER = user("x")
+REPLY = assistant("y")
 LEFT_OUT = (
     "the policy's chat template omits messages of the role 'tool'; give the message another role, or use a template"
 )
@@ -154,7 +155,9 @@ def test_messages_need_a_chat_template(tmp_path):
 def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path, family):
     """A response follows, so there is no [SEP] and no EOS; `sentences` start with the same tokens (`encode_text`)."""
     tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
-    text, chat, start = "the words of a text", [user("the words")], ADDED.get(family, ("",))[0]
+    text = "the words of a text"
+    chat = [user("the words")]
+    start = ADDED.get(family, ("",))[0]
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
     before = tokenizer.convert_tokens_to_ids([start] if start else [])
     path = write(tmp_path, {"text": text}, {"text": start + text}, {"prompt": chat}, {"prompt": text})
@@ -190,7 +193,8 @@ def test_huge_jsonl_files_are_not_held_in_memory(tmp_path):
     write_jsonl(path, ({"step": step, "text": "x" * 1000} for step in range(1, 20_001)))
     tracemalloc.start()
     drop_steps_from(19_001, path)
-    lines, peak = sum(1 for _ in each_line(path)), tracemalloc.get_traced_memory()[1]
+    lines = sum(1 for _ in each_line(path))
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert lines == 19_000
     assert peak < path.stat().st_size / 4
@@ -230,7 +234,8 @@ def arrow_file(folder, rows):
 
 def saved_dataset(folder, rows, name="dataset"):
     """Two shards, named in state.json, beside one that it does not name."""
-    root, table = folder / name, table_of(rows)
+    root = folder / name
+    table = table_of(rows)
     root.mkdir(parents=True)
     shards = {"data-00000-of-00002.arrow": table.slice(0, 2), "data-00001-of-00002.arrow": table.slice(2)}
     for shard, part in {**shards, "cache-1.arrow": table}.items():
@@ -289,10 +294,8 @@ COLUMNS = ("task", "tests", "answer", "extra", "big", "nan")
 @pytest.mark.parametrize("write_table", [jsonl, *WRITERS])
 def test_every_file_format_gives_the_same_prompts_and_metadata(tmp_path, write_table):
     """Arrow and `datasets` give every row and every nested object the keys of all, and mixed numbers are floats."""
-    path, reader = (
-        write_table(tmp_path, [row for row, _, _ in UNEVEN]),
-        PromptReader(tokenizer=Verbatim(), max_tokens=1000),
-    )
+    path = write_table(tmp_path, [row for row, _, _ in UNEVEN])
+    reader = PromptReader(tokenizer=Verbatim(), max_tokens=1000)
     for row, (_, messages, metadata) in zip(read_rows(path), UNEVEN, strict=True):
         if messages is None:
             with pytest.raises(PromptError, match=re.escape(f"{row.where}: prompt[0].content: missing or null, must")):
@@ -309,7 +312,8 @@ def test_late_row_that_adds_a_column_and_floats_is_read_like_parquet(tmp_path):
     rows = [{"text": "a", "n": 1, "of": {"x": 2}} for _ in range(3000)]
     rows[2001] = {"text": "a", "n": 0.5, "of": {"x": 2.5}, "late": "y"}
     parquet.write_table(table_of(rows), table := tmp_path / "prompts.parquet")
-    first, late = '{"late": null, "n": 1.0, "of": {"x": 2.0}, "text": "a"}', json.dumps(rows[2001], sort_keys=True)
+    first = '{"late": null, "n": 1.0, "of": {"x": 2.0}, "text": "a"}'
+    late = json.dumps(rows[2001], sort_keys=True)
     for path in (jsonl(tmp_path, rows), table):
         found = [json.dumps(row.columns, sort_keys=True) for row in read_rows(path)]
         assert Counter(found) == {first: 2999, late: 1}
@@ -457,7 +461,8 @@ def test_resume_with_another_rollout_size_continues_the_prompt_order(tmp_path):
 
 
 def test_prompt_file_changes_since_the_checkpoint_are_logged(tmp_path, caplog):
-    path, other = numbered(tmp_path, "a", 7), numbered(tmp_path, "b", 7)
+    path = numbered(tmp_path, "a", 7)
+    other = numbered(tmp_path, "b", 7)
     first = inputs_of(path)
     moved = path.rename(tmp_path / "moved.jsonl")
     assert drawn(resumed(first, 2, inputs_of(moved)), 3) == drawn(first, 3)

@@ -130,7 +130,8 @@ def validation(reward, version=None):
 async def validates(run, *results):
     """Record validations of these steps in a new start; return its recorder, and the best step after each."""
     recorder = await run.start()
-    best, file = [], run.config.run.dir / "best" / "best.json"
+    best = []
+    file = run.config.run.dir / "best" / "best.json"
     for step, result in results:
         await recorder.validations.add("between", step, result, seconds=0.1)
         best.append(json.loads(file.read_text())["step"] if file.exists() else None)
@@ -147,7 +148,8 @@ async def validates(run, *results):
     ],
 )
 def test_reward_term_that_stays_constant_is_warned_about_once(components, prompt, warnings, caplog):
-    constants, row = ConstantTerms(3), a_sample([1, 1])
+    constants = ConstantTerms(3)
+    row = a_sample([1, 1])
     row = replace(row, prompt=replace(row.prompt, text=prompt))
     for step in components:
         terms = [{name: each[i] for name, each in step.items()} for i in range(2)]
@@ -160,7 +162,8 @@ def test_reward_term_that_stays_constant_is_warned_about_once(components, prompt
 
 
 async def test_resume_rewinds_the_critic_to_the_step_of_the_actors_checkpoint(tmp_path, server):
-    run, resumed = Recorded(tmp_path, server), Recorded(tmp_path, server)
+    run = Recorded(tmp_path, server)
+    resumed = Recorded(tmp_path, server)
     await run.checkpoints.resume()
     run.critic.weights_version = 91  # as with each answer
     await run.save(3)
@@ -231,7 +234,8 @@ def add_adapters(server, root, run):
 )
 async def test_resume_raises_and_leaves_checkpoints_if_none_is_usable(tmp_path, server, trouble, kind, message):
     """The checkpoints stay unchanged, and the critic is not rewound."""
-    root, run = tmp_path / "checkpoints" / "actor", Recorded(tmp_path, server)
+    root = tmp_path / "checkpoints" / "actor"
+    run = Recorded(tmp_path, server)
     await Recorded(tmp_path, server).save(2, 4)
     trouble(server, root, run)
     with pytest.raises(kind, match=message):
@@ -260,7 +264,8 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(tmp_path, server, cap
 
 async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, server, monkeypatch):
     """One that cannot be seen from here is not compared."""
-    served, weights = {"kl_reference": "triton", "kl_coef": 0.1}, {"one": "a", "other": "b"}
+    served = {"kl_reference": "triton", "kl_coef": 0.1}
+    weights = {"one": "a", "other": "b"}
     monkeypatch.setattr("rlhf_triton.actor.run.checkpoints.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
@@ -299,7 +304,9 @@ def line_of(ended=1.0, advantage=1.0, gradient=1.0):
 
 
 GRPO = {"algorithm_name": "grpo", "responses_per_prompt": 2}
-FINE, EQUAL, CUT_OFF = line_of(), line_of(advantage=0.0, gradient=0.0), line_of(ended=0.0)
+FINE = line_of()
+EQUAL = line_of(advantage=0.0, gradient=0.0)
+CUT_OFF = line_of(ended=0.0)
 NOT_ENDED = (
     "step 1: no response ended within actor.generation.max_new_tokens (128) by '</s>' (1) or '<end>' (7): raise it"
 )
@@ -496,7 +503,8 @@ def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path)
 
 def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path):
     code, score, verify = (tmp_path / name for name in ("game.py", "score.py", "mine.py"))
-    game, agent = {"class": f"{code}:Game", "reward": f"{score}:score"}, {"agent": f"{code}:run"}
+    game = {"class": f"{code}:Game", "reward": f"{score}:score"}
+    agent = {"agent": f"{code}:run"}
     for file, environment, key in (
         (code, game, "environment.class"),
         (score, game, "environment.reward"),
@@ -520,7 +528,8 @@ def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path):
 
 def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path, checkpoints):
     (tmp_path / "mine.py").write_text(CODE)
-    actor, term = {"algorithm_name": "grpo", "responses_per_prompt": 2}, {"function": f"{tmp_path / 'mine.py'}:verify"}
+    actor = {"algorithm_name": "grpo", "responses_per_prompt": 2}
+    term = {"function": f"{tmp_path / 'mine.py'}:verify"}
     run = make_run(tmp_path / "run", checkpoints, rewards={"length": term}, actor=actor)
     (run.config.run.dir / "checkpoints" / "actor" / "3").mkdir(parents=True)
     write_settings(load_config(run.path, []), {})
@@ -729,7 +738,9 @@ def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(said, tmp_path, m
     """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.MOST_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.metrics.FINISH_S", 0.1)
-    hanging, answer, threads = threading.Event(), threading.Event(), []
+    hanging = threading.Event()
+    answer = threading.Event()
+    threads = []
 
     def hang(self, values, step):
         threads.append(threading.current_thread())

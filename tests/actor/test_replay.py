@@ -239,7 +239,8 @@ def flip_a_bit(run):
 def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, capsys):
     records = read_records(samples_of(copy), 2)
     place = next(place for place, record in records if record.header["kind"] == kind)
-    path, begin = place.path, place.position
+    path = place.path
+    begin = place.position
     data = bytearray(path.read_bytes())
     size, _ = PREFIX.unpack(data[begin : begin + PREFIX.size])
     last = begin + PREFIX.size + size - 1

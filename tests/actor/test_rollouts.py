@@ -24,7 +24,9 @@ from rlhf_triton.wire.contract import VersionRange
 
 MEDIAN_S = 10.0
 SIGMA = np.log(4) / 1.645  # one response in twenty takes four times the median
-PER_STEP, SIZE = 8, 4  # prompts, and responses to each
+# prompts, and responses to each
+PER_STEP = 8
+SIZE = 4
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Simulation:
     scorer: Any = field(default_factory=lambda: SimpleNamespace(has_critic=True, reward=ServedModel()))
 
     def __post_init__(self):
-        self.sampling, self._free = self, asyncio.Semaphore(self.slots)
+        self.sampling = self
+        self._free = asyncio.Semaphore(self.slots)
 
     async def in_thread(self, function, *given):
         return function(*given)
@@ -63,7 +66,8 @@ class Simulation:
         pass
 
     def start(self, prompts, *, seed, group_size):
-        groups, items = [], [*prompts.items()]
+        groups = []
+        items = [*prompts.items()]
         for first in range(0, len(items), group_size):
             index, prompt = items[first]
             self.started.append((prompt.prompt_id, seed, index))
@@ -195,7 +199,8 @@ def simulated(
         inputs.positions = {0: Positions()}
 
     async def main():
-        simulation, critic = Simulation(seconds, reward, slots), InstantCritic()
+        simulation = Simulation(seconds, reward, slots)
+        critic = InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=steps, **actor)
         taken = range(max(inputs.positions) + 1, (until or steps) + 1)
         return await trained(rollouts, critic, taken), simulation
@@ -343,7 +348,8 @@ def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
     inputs.positions = {0: Positions()}
 
     async def main():
-        simulation, critic = Simulation(log_normal), InstantCritic()
+        simulation = Simulation(log_normal)
+        critic = InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=4, max_off_policy_steps=1)
         rollouts.kept = kept
         found = await trained(rollouts, critic, range(1, 5))
@@ -357,7 +363,8 @@ def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(i
     """Their decoding gives way to no other call."""
 
     async def main():
-        simulation, critic = Simulation(log_normal), InstantCritic()
+        simulation = Simulation(log_normal)
+        critic = InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=3, max_off_policy_steps=1, ranks=2)
         for step in (1, 2, 3):
             await rollouts.take(step)

@@ -93,7 +93,8 @@ class Asked:
     ],
 )
 async def test_row_or_group_is_sent_as_soon_as_it_has_ended(order, group_size, requests):
-    asked, loop = Asked(groupwise=group_size > 1), asyncio.get_running_loop()
+    asked = Asked(groupwise=group_size > 1)
+    loop = asyncio.get_running_loop()
     starting = asyncio.Semaphore(16)
     ended = [loop.create_future() for _ in order]
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
@@ -151,7 +152,8 @@ def scorer_of(client, tokenizer, *, with_critic=False):
 def score(client, tokenizer, rows, *, texts=False):
     client.rows = [row.tokens.tolist() for row in rows]
     scorer = scorer_of(client, tokenizer)
-    scorer.reward, scorer.sends_sentences = ServedModel.of(client.parameters), texts
+    scorer.reward = ServedModel.of(client.parameters)
+    scorer.sends_sentences = texts
     return [row for (row,) in asyncio.run(scorer.score([(row,) for row in rows]))]
 
 
@@ -197,7 +199,8 @@ def test_scorer_demands_a_version_and_raises_if_a_response_mixes_versions(tokeni
     """A server that broke its promise would mix two critics in one advantage."""
     client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: versions})
     scorer = scorer_of(client, tokenizer, with_critic=True)
-    scorer.reward, scorer.sends_sentences = ServedModel(groupwise=True), texts
+    scorer.reward = ServedModel(groupwise=True)
+    scorer.sends_sentences = texts
     mixed = pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by")
     with mixed if versions != [[4], [4]] else contextlib.nullcontext():
         asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), 2, versions=VersionRange(4)))
@@ -225,7 +228,8 @@ def test_conversation_fails_if_any_row_lacks_values(tokenizer):
 
 
 def test_column_is_refused_only_if_the_scorer_would_overwrite_it():
-    plain, groupwise = ServedModel(components=("a",)), ServedModel(components=("a",), groupwise=True)
+    plain = ServedModel(components=("a",))
+    groupwise = ServedModel(components=("a",), groupwise=True)
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"}, where="p.jsonl:7")
     check_columns(plain, [prompt])
     assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
@@ -249,7 +253,8 @@ def written(tokenizer, *texts):
 
 def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer):
     rows = written(tokenizer, " A file. A day.", " the")
-    first, last = len(rows[0].prompt.tokens), len(rows[0].tokens) - 1
+    first = len(rows[0].prompt.tokens)
+    last = len(rows[0].tokens) - 1
     answer = {
         "rewards": [[0.25], [NAN]],
         "step_rewards": [[0.5, 0.25], [0.125, 0]],
@@ -267,7 +272,9 @@ def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer):
     assert (one.score.components, one.score.weights) == ({"model": 0.25, "length": 2.0}, {"model": 2.0, "length": 3.0})
     assert client.asked["prompt_lengths"] == [first]
     assert client.asked["outputs"][-2:] == ("step_rewards", "step_ends")
-    client.answer["rewards"][1], client.answer["step_rewards"][0, 1] = 0.5, NAN  # a sum that is finite, and a step
+    # a sum that is finite, and a step
+    client.answer["rewards"][1] = 0.5
+    client.answer["step_rewards"][0, 1] = NAN
     assert are_scored(score(client, tokenizer, rows)) == [False, True]
     answer |= {"rewards": [[6.0], [3.0]], "step_rewards": [[NAN, 0], [0.125, 0]]}
     charted = score(Client(answer, **{**names, "reward_weights": "[0.0, 3.0]"}), tokenizer, rows)
@@ -306,7 +313,8 @@ def test_step_rewards_of_texts_are_placed_on_the_token_with_the_steps_last_chara
 @settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), count=st.integers(0, 2 * BLOCK + 3), family=st.sampled_from(["qwen2", "llama"]))
 def test_tokens_with_finds_the_same_ends_as_decoding_every_prefix(seed, count, family):
-    tokenizer, generator = make_text_tokenizer(family), np.random.default_rng(seed)
+    tokenizer = make_text_tokenizer(family)
+    generator = np.random.default_rng(seed)
     ids = generator.integers(len(tokenizer), size=count).tolist()  # characters of several tokens, and parts of them
     sizes = [len(tokenizer.decode(ids[:n])) for n in range(count + 1)]
     ends = generator.integers(sizes[-1] + 2, size=5).tolist()
@@ -343,8 +351,10 @@ class Swapping:
     def _score(self, row, version):
         if version is None:
             return Score(failure="503")
-        reward, size = 100.0 * version + int(row.tokens[0]), len(row.tokens)
-        steps, values = np.eye(size, dtype=np.float32)[-1] * np.float32(reward), np.full(size, 7, np.float32)
+        reward = 100.0 * version + int(row.tokens[0])
+        size = len(row.tokens)
+        steps = np.eye(size, dtype=np.float32)[-1] * np.float32(reward)
+        values = np.full(size, 7, np.float32)
         return Score(
             reward=reward,
             outcome=reward,
@@ -370,7 +380,8 @@ class Swapping:
     ],
 )
 async def test_group_that_mixes_reward_versions_is_scored_again(answers, versions):
-    scorer, loop = Swapping(*answers), asyncio.get_running_loop()
+    scorer = Swapping(*answers)
+    loop = asyncio.get_running_loop()
     ended = [loop.create_future() for _ in range(2)]
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
@@ -451,7 +462,8 @@ def test_tool_calls_of_the_last_reply_are_rendered(tmp_path):
 
 def with_a_tool(prompt, reply):
     """Return a conversation in one row: the policy calls a tool and answers the result with the reply."""
-    chat, row = Chat(POLICY), RecordedRow()
+    chat = Chat(POLICY)
+    row = RecordedRow()
     row.observe(prompt.tokens.tolist())
     row.add_turn(PolicyTurn(sampled("finished"), ended=True))
     result = {"role": "tool", "name": "look", "content": "A file."}
@@ -504,12 +516,14 @@ def scored_ids(reader, row):
 @pytest.mark.parametrize("shape", [*SHAPES, "tools"])
 @pytest.mark.parametrize("other", REWARDS_OF)
 def test_rows_are_scored_in_the_reward_models_own_rendering(tmp_path, other, shape):
-    theirs, (columns, before) = REWARDS_OF[other], SHAPES["chat" if shape == "tools" else shape]
+    theirs = REWARDS_OF[other]
+    (columns, before) = SHAPES["chat" if shape == "tools" else shape]
     joined, ended, pairs = (Reader(tmp_path, theirs, **each) for each in ({}, {"append_eos": "true"}, {"text": "pair"}))
     for reply, (text, *_) in REPLIES.items():
         row = (with_a_tool if shape == "tools" else answered)(row_of(columns), reply)
         if before is None:
-            first, whole = columns["text"], columns["text"] + text
+            first = columns["text"]
+            whole = columns["text"] + text
             assert scored_ids(ended, row) == encode_text(theirs, whole + theirs.eos_token), reply
         else:
             said = [*before, *row.messages[:-1]]
@@ -550,9 +564,11 @@ def test_gate_refuses_a_reply_that_is_too_long(tmp_path):
 @pytest.mark.parametrize("other", REWARDS_OF)
 def test_client_gateway_gate_and_run_give_the_same_token_ids(tmp_path, other, shape):
     """Sentences of any client, with and without messages; rows of the gateway; pairs of the gate; rows of a run."""
-    theirs, (columns, before) = REWARDS_OF[other], SHAPES[shape]
+    theirs = REWARDS_OF[other]
+    (columns, before) = SHAPES[shape]
     prompt = columns["text"] if before is None else before
-    reader, pairs = Reader(tmp_path, theirs), Reader(tmp_path, theirs, text="pair")
+    reader = Reader(tmp_path, theirs)
+    pairs = Reader(tmp_path, theirs, text="pair")
     for reply, (text, *_) in REPLIES.items():
         chat = [] if before is None else [*before, assistant(text)]
         gateway = text_row(prompt, text, {}) if before is None else chat_row(chat, {})
@@ -593,7 +609,8 @@ def samples_of(sentence, metadata):
     """Return the samples that a reward function receives."""
     tensors = {"sentences": texts_array([sentence]), "metadata": texts_array([json.dumps(metadata)])}
     model = FunctionReward.__new__(FunctionReward)
-    model._tokenizer, model._limits = None, Limits(vocab_size=1)
+    model._tokenizer = None
+    model._limits = Limits(vocab_size=1)
     return [*model._samples(types.SimpleNamespace(array=tensors.get))]
 
 
@@ -631,7 +648,8 @@ def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path, more):
         (sample,) = samples_of(sentence, known)
         assert (sample.text, sample.response) == (text, text)
         assert sample.metadata == {"messages": [QUESTION], "response": text, "reply_messages": [reply]}
-    pairs, field = Reader(tmp_path, theirs, text="pair"), [*more][-1]
+    pairs = Reader(tmp_path, theirs, text="pair")
+    field = [*more][-1]
     for sentence, known in ways:
         with pytest.raises(
             ContractError, match=rf"metadata\[0\]: the reply has {field}, but this model reads only its con"

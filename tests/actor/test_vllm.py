@@ -146,7 +146,8 @@ async def test_two_ranks_load_each_version_into_vllm_once(setup, lora_rank):
 async def test_dropped_jobs_do_not_wait_for_their_vllm_responses(setup):
     """As at `actor.max_minutes`, after which the validation is still sampled."""
     async with FakeVllm() as server:
-        here, found = setup(server), []
+        here = setup(server)
+        found = []
         server.is_hanging = True
         here.generation.add(SamplingJob(dict(enumerate(PROMPTS)), lambda index, _: found.append(index), seed=0))
         await until(lambda: len(server.requests) == 3)
@@ -238,7 +239,8 @@ async def test_response_that_does_not_arrive_in_time_fails_alone(setup, monkeypa
     """The server is ready all the time, so the request is not repeated, which would hold up the step again."""
     monkeypatch.setattr("rlhf_triton.actor.vllm.generation.DEADLINE_S", 3.0)
     async with FakeVllm() as server:
-        here, found = setup(server), {}
+        here = setup(server)
+        found = {}
         server.stuck = [5]
         await asyncio.to_thread(here.generation.run_rows, dict(enumerate(PROMPTS)), found.__setitem__, seed=0)
         assert [found[index][0].error for index in (0, 2)] == ["", ""]
@@ -258,7 +260,8 @@ async def test_timeouts_of_a_vllm_server_that_is_not_ready_are_an_outage(setup, 
         await until(lambda: len(server.requests) == 3)
         server.silent = {"/version", "/weight_info"}
         await until(lambda: "no healthy server" in caplog.text)
-        server.silent, server.is_hanging = set(), False
+        server.silent = set()
+        server.is_hanging = False
         assert await running == [PolicyTurn(END, True, [-0.5] * 4)] * 3
 
 
@@ -277,7 +280,8 @@ async def test_conversation_ends_with_a_turn_that_could_not_be_sampled(setup, mo
         server.answer = second_turn_is_late
         with conversing(here):
             await asyncio.to_thread(here.generation.run_rows, prompts, found.__setitem__, seed=1)
-        (late,), (whole,) = found[6], found[7]
+        (late,) = found[6]
+        (whole,) = found[7]
         assert (len(late.turns), late.ended, whole.ended) == (1, False, True)
         assert "did not respond within 3 s" in late.error
 
@@ -319,7 +323,9 @@ async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup, monke
     monkeypatch.setattr("rlhf_triton.actor.vllm.connection.PROBE_S", 0.5)
     async with FakeVllm() as one, FakeVllm() as two:
         one.silent = {"/version"}
-        generation, many, responses = setup(one, two).generation, [*PROMPTS] * 20, []
+        generation = setup(one, two).generation
+        many = [*PROMPTS] * 20
+        responses = []
         await asyncio.to_thread(
             generation.run_rows, dict(enumerate(many)), lambda row, _: responses.append(row), seed=0, greedy=True
         )
@@ -339,7 +345,8 @@ async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup):
         assert len(one.requests) + len(two.requests) == 2 * len(prompts)
         for (talk,) in found.values():
             assert talk.ended
-            row, turns = talk.tokens.tolist(), talk.turns
+            row = talk.tokens.tolist()
+            turns = talk.turns
             assert [row[turn.start : turn.end] for turn in turns] == [[5, 6, 7, 1]] * 2
             befores = [row[: turn.start] for turn in turns]
             asked = [[each for each in server.requests if each["token_ids"] in befores] for server in (one, two)]

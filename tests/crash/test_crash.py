@@ -168,6 +168,7 @@ def check_checkpoint(ours, theirs):
     files = sorted(path.name for path in theirs.glob("*.safetensors"))
     assert files == sorted(path.name for path in ours.glob("*.safetensors"))
     for name in files:
-        found, expected = load_file(ours / name), load_file(theirs / name)
+        found = load_file(ours / name)
+        expected = load_file(theirs / name)
         assert found.keys() == expected.keys()
         assert [tensor for tensor in found if not torch.equal(found[tensor], expected[tensor])] == []

@@ -32,8 +32,11 @@ from rlhf_triton.tools.server.ports import free_port
 VICTIMS = ("actor", "sidecar", "tritonserver", VLLM)
 KILLS = int(os.environ.get("CRASH_KILLS", len(VICTIMS)))
 SEED = int(os.environ.get("CRASH_SEED", 1))
-AHEAD, STALENESS = 2, 1
-PROMPTS, SIZE = 4, 4  # of a step, and responses to each
+AHEAD = 2
+STALENESS = 1
+# of a step, and responses to each
+PROMPTS = 4
+SIZE = 4
 TOGETHER = 0.3  # share of the kills right after which another process is killed
 LONGEST_PAUSE_S = 2.0  # from a step after a kill to the next kill
 RECOVERY_S = 600.0  # time limit for a step after a kill
@@ -85,7 +88,8 @@ class Steps:
 
     def __init__(self, system):
         self.newest = 0
-        self._system, self._lines = system, NewLines(system.config.run.dir / "metrics.jsonl")
+        self._system = system
+        self._lines = NewLines(system.config.run.dir / "metrics.jsonl")
 
     def wait(self, condition):
         """Return once `condition` holds; fail after RECOVERY_S."""
@@ -167,8 +171,10 @@ def test_each_scheduled_sample_trains_once_whatever_is_killed(tmp_path, checkpoi
     assert sorted(recorded.steps) == [*range(1, last + 1)]
 
     rows = trained_rows(recorded)
-    trained, scheduled = [tuple(row.tokens.tolist()) for _, row in rows], schedule(system.config, last)
-    lost, repeated = Counter(scheduled) - Counter(trained), Counter(trained) - Counter(scheduled)
+    trained = [tuple(row.tokens.tolist()) for _, row in rows]
+    scheduled = schedule(system.config, last)
+    lost = Counter(scheduled) - Counter(trained)
+    repeated = Counter(trained) - Counter(scheduled)
     print(
         f"{dict(killed)} killed, {last} steps, {len(trained)} samples, {lost.total()} lost, "
         f"{repeated.total()} repeated or not scheduled"

@@ -141,7 +141,8 @@ def test_torchrun_arguments_agree_with_their_manifests():
     for name, (command, _) in LINES.items():
         overlay, _, workload = name.partition("-")
         found = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests(overlay)}
-        nodes, processes = option(command, "nnodes"), option(command, "nproc-per-node")
+        nodes = option(command, "nnodes")
+        processes = option(command, "nproc-per-node")
         (text,) = [manifest["data"]["run.yaml"] for (kind, _), manifest in found.items() if kind == "ConfigMap"]
         assert yaml.safe_load(text)[workload.removeprefix("rlhf-")]["ranks"] == nodes * processes
         (spec,) = [found[kind, workload]["spec"] for kind in ("StatefulSet", "Job") if (kind, workload) in found]
@@ -163,7 +164,8 @@ class Nodes:
     def __init__(self, name, run):
         """Start the nodes in order: node 0 has the rendezvous, and no other node can replace it."""
         self._command, self._environment = LINES[name]
-        self._name, self._run = name, run
+        self._name = name
+        self._run = run
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self.agents = [self.start(0)]

@@ -15,7 +15,8 @@ LAST_GPU = f"cuda:{torch.cuda.device_count() - 1}"
 
 
 def payload():
-    rng, lengths = np.random.default_rng(0), np.array([5, 9, 3, 12])
+    rng = np.random.default_rng(0)
+    lengths = np.array([5, 9, 3, 12])
     count = lengths.sum() - len(lengths)
     returns, prev_values = rng.normal(size=(2, count)).astype(np.float32)
     return TrainPayload(rng.integers(1, VOCAB, lengths.sum()), lengths, returns, prev_values, np.ones_like(returns))

@@ -21,7 +21,9 @@ def test_simulated_devices_refuse_operations_across_devices():
 
 
 def test_simulated_device_counts_host_synchronisations():
-    gpu, pageable, pinned = torch.ones(3, device="cuda"), torch.ones(3), torch.ones(3).pin_memory()
+    gpu = torch.ones(3, device="cuda")
+    pageable = torch.ones(3)
+    pinned = torch.ones(3).pin_memory()
     mask = torch.ones(3, dtype=torch.bool, device="cuda")
     assert (pinned.is_pinned(), pinned[1:].is_pinned(), pageable.is_pinned()) == (True, True, False)
     expected = [

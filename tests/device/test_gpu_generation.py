@@ -25,7 +25,8 @@ from rlhf_triton.training_engine.ranks import RankLost
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((4, 6, 5, 7, 4, 9))]
 MOST_WAITS = 2  # a decoding step: one copy to the GPU, one to the host
-GPU, DEVICE = 1, "cuda:1"
+GPU = 1
+DEVICE = "cuda:1"
 
 
 def make_policy(checkpoint, **settings):
@@ -41,7 +42,8 @@ def generate(policy, **settings):
 
 def traced_steps(policy, **settings):
     """Return the counts of each decoding step."""
-    step, traces = Decoder._decode_step, []
+    step = Decoder._decode_step
+    traces = []
 
     def traced(decoder):
         with Trace() as trace:
@@ -94,7 +96,8 @@ def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(checkpoi
     policy = make_policy(checkpoint, precision="float32", lora_rank=4)
     expected = generate(policy)
     layer = next(layer for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
-    sizes, merge = [], type(layer).get_delta_weight
+    sizes = []
+    merge = type(layer).get_delta_weight
 
     def limited(layer, adapter):
         sizes.append(1)
@@ -126,7 +129,8 @@ def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint, monkeyp
 
     policy = make_policy(checkpoint)
     assert streams_of(lambda: policy.logprobs(generate(policy))) == {(GPU, 0)}
-    policy, waits = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler"), []
+    policy = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler")
+    waits = []
     own = policy._stream._stream
     monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waits.append((self.stream_id, other.stream_id)))
     assert streams_of(lambda: generate(policy)) == {(GPU, own.stream_id)}
@@ -140,7 +144,10 @@ def test_sampling_thread_uses_the_ranks_gpu():
     class Sampling:
         """Stands in for a rank's policy; the thread's first call ends it."""
 
-        sampler, found = SimpleNamespace(device=torch.device("cuda:2")), []
+        sampler = SimpleNamespace(device=torch.device("cuda:2"))
+
+        def __init__(self):
+            self.found = []
 
         def follow_sampling(self):
             self.found.append(torch.cuda.current_device())

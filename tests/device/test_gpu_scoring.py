@@ -138,7 +138,8 @@ def test_next_forward_is_launched_before_waiting_for_the_first(tmp_path, checkpo
     used = {own[0][3] for own in events.values()}
     assert len(used) == len(events) == 1
     for own in events.values():
-        launches, waits = [("launch", 0, 3, own[0][3])] * 2, [("wait", 1, 3, own[0][3])] * 2
+        launches = [("launch", 0, 3, own[0][3])] * 2
+        waits = [("wait", 1, 3, own[0][3])] * 2
         assert own == launches + waits
     assert {priorities[stream] for stream in used} == {gpu.HIGH}
 

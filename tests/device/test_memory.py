@@ -30,8 +30,10 @@ from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress
 
-GPU, DEVICE = 1, "cuda:1"
-LENGTHS, PROMPT = [9, 40, 12, 61, 33, 50, 18, 57], 3
+GPU = 1
+DEVICE = "cuda:1"
+LENGTHS = [9, 40, 12, 61, 33, 50, 18, 57]
+PROMPT = 3
 BUDGET = 130  # three micro-batches: the first ones fit, so that their gradients must not count twice
 
 
@@ -63,7 +65,8 @@ def with_room_for(num_bytes, work):
 
 @pytest.mark.parametrize(("settings", "share"), [({}, 0.75), ({"lora_rank": 2}, 0.6)], ids=str)
 def test_out_of_memory_does_not_change_a_policy_update(checkpoint, settings, share, caplog):
-    large, small = make_policy(checkpoint, **settings), make_policy(checkpoint, **settings)
+    large = make_policy(checkpoint, **settings)
+    small = make_policy(checkpoint, **settings)
     for policy in (large, small):
         update(policy, 0)  # creates the optimizer's state
     expected, most = needed(lambda: update(large, 1))

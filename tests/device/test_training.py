@@ -31,7 +31,8 @@ from tests.device.test_critic_training import payload
 from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
 from tests.training_engine.test_policy_ranks import session
 
-LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
+LENGTHS = [9, 4, 12, 7, 5, 10]
+PROMPT = 3
 WAITS_OF_A_STEP = 2  # statistics, and the norm of the gradient
 WAITS_OF_AN_UPDATE = 1  # a micro-batch whose prompts are shared: transformers looks at their mask; otherwise none
 WAITS_OF_A_REFERENCE = 1  # a micro-batch: its log-probs; one more if its prompts are shared
@@ -77,7 +78,8 @@ def num_shared(policy, batch):
     ],
 )
 def test_policy_update_synchronises_with_the_gpu_only_for_statistics_and_norm(checkpoint, settings):
-    policy, batch = make_policy(checkpoint, **settings), make_batch()
+    policy = make_policy(checkpoint, **settings)
+    batch = make_batch()
     assert len(policy.trained.plan(batch.lengths.tolist())) == 3
     trace = traced(lambda: update_of(policy).run(batch, seed=0, kl_coef=0.1))
     assert trace.num_waits <= num_shared(policy, batch) * WAITS_OF_AN_UPDATE + WAITS_OF_A_STEP, trace.where
@@ -85,11 +87,13 @@ def test_policy_update_synchronises_with_the_gpu_only_for_statistics_and_norm(ch
 
 
 def test_logprobs_synchronise_with_the_gpu_once_per_micro_batch(checkpoint):
-    policy, batch = make_policy(checkpoint, token_budget=1000), make_batch(shared=True)
+    policy = make_policy(checkpoint, token_budget=1000)
+    batch = make_batch(shared=True)
     trace = traced(lambda: policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask))
     assert all("transformers" in place or "body(" in place for _, place in trace.where), trace.where
     assert trace.num_waits == 1
-    policy, batch = make_policy(checkpoint, kl_reference="actor"), make_batch()
+    policy = make_policy(checkpoint, kl_reference="actor")
+    batch = make_batch()
     trace = traced(lambda: policy.logprobs(samples_of(batch, prompt=PROMPT), reference=True))
     most = len(policy.trained.plan(batch.lengths.tolist())) * WAITS_OF_A_REFERENCE + num_shared(policy, batch)
     assert trace.num_waits <= most, trace.where
@@ -117,10 +121,13 @@ def test_policy_update_on_a_gpu_matches_the_cpu(checkpoint, shared):
 def test_output_layer_as_bfloat16_products_matches_float32():
     """Log-probs and entropies to 2e-6 of the largest, gradients to 2e-5: a term more has 8 bits more."""
     torch.manual_seed(0)
-    head, hidden, targets = nn.Linear(512, 1000, bias=False), torch.randn(64, 512), torch.randint(0, 1000, (64,))
+    head = nn.Linear(512, 1000, bias=False)
+    hidden = torch.randn(64, 512)
+    targets = torch.randint(0, 1000, (64,))
 
     def results(device):
-        there, on = nn.Linear(512, 1000, bias=False).to(device), hidden.clone().to(device).requires_grad_()
+        there = nn.Linear(512, 1000, bias=False).to(device)
+        on = hidden.clone().to(device).requires_grad_()
         there.weight = nn.Parameter(head.weight.data.clone().to(device))
         settings = {"temperature": 0.9, "banned_token_ids": [3], "with_entropy": True}
         with Trace() as trace:

@@ -198,7 +198,9 @@ def test_report_shows_the_hand_computed_gold_score(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_demo_command_trains_and_writes_all_promised_files(tmp_path):
-    steps, held_out, run_dir = 3, 32, tmp_path / "run"
+    steps = 3
+    held_out = 32
+    run_dir = tmp_path / "run"
     overrides = {
         "run.dir": run_dir,
         "actor.steps": steps,

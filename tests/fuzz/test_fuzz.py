@@ -47,7 +47,9 @@ TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "un
 GATEWAY_BYTES = 300e6  # above its memory at the start
 WAITING_BYTES = 2 * 262_144  # of a body that waits for room: asyncio reads as much at once, twice
 NUM_LEFT_OPEN = 40
-TRAINING_KEY, KEY_VARIABLE, GATEWAY_KEY_VARIABLE = "open sesame", "FUZZ_TRAINING_KEY", "FUZZ_GATEWAY_KEY"
+TRAINING_KEY = "open sesame"
+KEY_VARIABLE = "FUZZ_TRAINING_KEY"
+GATEWAY_KEY_VARIABLE = "FUZZ_GATEWAY_KEY"
 MIXTURE = {
     "rewards": {
         "model": {},
@@ -65,9 +67,11 @@ class GoodClient:
     def __init__(self, url, path, body, headers, read):
         """`read` returns the numbers of a reply, by name."""
         self.wrong = []
-        self.longest_wait_s, self.answers = 0.0, 0
+        self.longest_wait_s = 0.0
+        self.answers = 0
         self._request = url, path, json.dumps(body).encode(), headers
-        self._read, self._end = read, threading.Event()
+        self._read = read
+        self._end = threading.Event()
         self._expected = {}
         self._thread = threading.Thread(target=self._run, name="good client")
 
@@ -199,7 +203,8 @@ def test_bad_requests_are_answered_and_valid_scoring_continues(defect, guarded):
 @pytest.fixture(scope="module")
 def policy():
     """Yield a policy whose server runs in a thread."""
-    loop, server = asyncio.new_event_loop(), FakeVllm()
+    loop = asyncio.new_event_loop()
+    server = FakeVllm()
     thread = threading.Thread(target=loop.run_forever, name="policy")
     thread.start()
     asyncio.run_coroutine_threadsafe(server.start(), loop).result()

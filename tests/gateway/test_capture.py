@@ -23,7 +23,8 @@ from rlhf_triton.config.sections import ServedPolicySection
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.gateway.policy import policy_routes
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -188,7 +189,8 @@ async def test_capture_refuses_a_message_that_the_chat_template_leaves_out():
 
 async def test_session_rewards_are_summed_in_the_documented_trl_function(tmp_path):
     """Three rows; the middle call and the last one are rewarded. The code for TRL is that of docs/gateway.md."""
-    export, page = tmp_path / "rows.jsonl", Path(__file__).resolve().parents[2] / "docs/gateway.md"
+    export = tmp_path / "rows.jsonl"
+    page = Path(__file__).resolve().parents[2] / "docs/gateway.md"
     async with scripted_gateway(ScriptedSampler(), tokenizer=stripping(), export=export) as (caller, _):
         messages = [USER]
         for reward in (0.0, 0.5, 1.0):
@@ -234,7 +236,8 @@ async def test_only_well_formed_tool_calls_are_parsed():
     wrong = '<tool_call>{"name": 5}</tool_call>'
     async with scripted_gateway(ScriptedSampler(reply=lambda _: f"I add. {CALL}{CALL} {wrong}")) as (caller, _):
         body = await chat(caller, "s", [USER], tools=[TOOL])
-        [choice], first = body["choices"], {"name": "add", "arguments": '{"a": 1}'}
+        [choice] = body["choices"]
+        first = {"name": "add", "arguments": '{"a": 1}'}
         assert (choice["message"]["content"], choice["finish_reason"]) == (f"I add.  {wrong}", "tool_calls")
         assert [call["function"] for call in choice["message"]["tool_calls"]] == [first, first]
         assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2

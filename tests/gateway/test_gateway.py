@@ -380,7 +380,8 @@ async def test_message_parts_are_joined_and_non_text_parts_are_refused():
 
 @pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
 async def test_failing_server_gives_errors_and_no_rewards(answer, status):
-    client, deadline_s = {"max_outage_s": 0}, 0.3 if answer == "hang" else 120.0
+    client = {"max_outage_s": 0}
+    deadline_s = 0.3 if answer == "hang" else 120.0
     async with checked_gateway(lambda model, number: answer, client=client, retries=1, DEADLINE_S=deadline_s) as (
         caller,
         _,
@@ -421,7 +422,8 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause():
 
 async def test_shutdown_does_not_wait_for_disconnected_clients(monkeypatch):
     """Not even while their request waits for a server."""
-    asked, served = asyncio.Event(), reward_source.RewardSource.served
+    asked = asyncio.Event()
+    served = reward_source.RewardSource.served
 
     async def watched(source):
         asked.set()
@@ -453,7 +455,9 @@ def test_gateway_finds_a_running_server_with_http_port_0(tmp_path, monkeypatch):
 
 
 async def test_rewards_are_refused_until_the_server_matches_the_yaml():
-    ours, theirs, body = '["verdict"]', '["length"]', {"query": ["abc"]}
+    ours = '["verdict"]'
+    theirs = '["length"]'
+    body = {"query": ["abc"]}
     async with (
         FakeReward(terms=("length",)) as server,
         gateway(server.url, expected={"reward_components": ours, "groupwise": None}) as caller,
@@ -538,7 +542,8 @@ async def test_a_large_request_does_not_delay_other_callers(kind, monkeypatch):
 
     async with FakeReward(**kind) as server, gateway(server.url, ROWS_PER_REQUEST=2) as caller:
         await caller.post("/get_reward", {"query": ["a"]})
-        server.behaviour, server.most_in_flight = (lambda model, number: "wait"), 0
+        server.behaviour = lambda model, number: "wait"
+        server.most_in_flight = 0
         rows = [{"prompt": str(i // 2), "response": "a" * i} for i in range(20)]
         large = asyncio.create_task(caller.post("/v1/rewards", {"inputs": rows}))
         while server.in_flight < 2:

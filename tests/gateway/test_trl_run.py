@@ -101,7 +101,8 @@ def test_trl_grpo_trains_on_exported_agent_rows(tmp_path):
         sampler = ScriptedSampler(reply=lambda prompt: f"I say {len(prompt)}.")
         async with scripted_gateway(sampler, export=export) as (caller, _):
             for i in range(20):
-                name, messages = f"s{i}", [{"role": "user", "content": f"Play {i // 2}."}]
+                name = f"s{i}"
+                messages = [{"role": "user", "content": f"Play {i // 2}."}]
                 for _ in range(2):
                     reply = (await caller.post(f"/sessions/{name}{CHAT}", {"messages": messages}))[1]
                     messages += [reply["choices"][0]["message"], {"role": "user", "content": "More" * (1 + i % 2)}]

@@ -40,7 +40,8 @@ CALLS = (
 CHANGED = "{% for m in messages %}{{ m.content | trim | upper | replace('</THINK>', '') | truncate(20) }}{% endfor %}"
 LOST = "the policy's chat template omits it in messages of the role 'assistant'"
 CALLS_OF = [{"function": {"name": name, "arguments": {"at": "it"}}} for name in ("look", "see")]
-TWO_CALLS, REASONED = {**CALL, "tool_calls": CALLS_OF}, {**REPLY, "reasoning_content": "Hm."}
+TWO_CALLS = {**CALL, "tool_calls": CALLS_OF}
+REASONED = {**REPLY, "reasoning_content": "Hm."}
 NAMES = (
     "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
     "{% endfor %}"
@@ -129,7 +130,8 @@ def test_names_and_reasoning_left_out_by_the_template_are_warned_about_once(temp
 
 
 def test_a_template_is_checked_once_for_each_kind_of_conversation(monkeypatch):
-    tokenizer, calls = make_text_tokenizer("qwen2", chat_template=CHATML), []
+    tokenizer = make_text_tokenizer("qwen2", chat_template=CHATML)
+    calls = []
     render = tokenizer.apply_chat_template
 
     def counted(*messages, **options):

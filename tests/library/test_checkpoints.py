@@ -37,10 +37,12 @@ def refused(*parts):
 def test_sharded_checkpoint_is_inspected_like_a_single_file(tmp_path):
     model = save_tiny(tmp_path / "one", "llama", "reward")
     model.save_pretrained(tmp_path / "many", max_shard_size="3KB")
-    one, many = inspect_checkpoint(tmp_path / "one"), inspect_checkpoint(tmp_path / "many")
+    one = inspect_checkpoint(tmp_path / "one")
+    many = inspect_checkpoint(tmp_path / "many")
     assert len(many.files) > 2
     assert (many.num_parameters, many.num_bytes, many.head) == (one.num_parameters, one.num_bytes, one.head)
-    first, last = many.files[0], many.files[-1]
+    first = many.files[0]
+    last = many.files[-1]
     shutil.copy(first, stored := tmp_path / "stored")
     save_file({**load_file(first), **load_file(last)}, first)  # as a file of an older checkpoint
     with refused(tmp_path / "many", f"is in {first.name} and in {last.name}; remove one of the files"):

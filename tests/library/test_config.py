@@ -705,7 +705,8 @@ def names_elsewhere():
 
 @pytest.mark.parametrize("level", ["{%s: 1}", "actor: {%s: 1}", "actor: {algorithm: {%s: 1}}"])
 def test_keys_of_other_trainers_get_the_right_hint(tmp_path, level):
-    named, wrong = names_elsewhere(), {}
+    named = names_elsewhere()
+    wrong = {}
     assert len(named) > 200
     for name, keys in named.items():
         if "." in name and level != "{%s: 1}":

@@ -94,7 +94,8 @@ def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, messag
 
 
 def test_padded_and_packed_arrays_give_the_same_payload():
-    one, other = train_payload(padded(), LIMITS), train_payload(packed(), LIMITS)
+    one = train_payload(padded(), LIMITS)
+    other = train_payload(packed(), LIMITS)
     assert one.digest() == other.digest()
     assert {name: array.dtype for name, array in one.arrays().items()} == {
         name: array.dtype for name, array in other.arrays().items()

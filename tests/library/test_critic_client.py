@@ -93,7 +93,8 @@ def test_critic_client_raises_on_non_finite_values(monkeypatch):
 
 def test_critic_client_sends_the_demanded_version(monkeypatch):
     def call(critic):
-        infer, demanded = critic._client._client._infer, []
+        infer = critic._client._client._infer
+        demanded = []
 
         async def noted(*arguments, **more):
             demanded.append(more["versions"])

@@ -92,7 +92,8 @@ def test_single_row_that_does_not_fit_raises_and_keeps_the_batch_size():
 
 
 def test_halving_raises_other_errors_at_once():
-    budget, work = MemoryBudget("x", 8, remedy=REMEDY), Mock(side_effect=RuntimeError("CUDA error: an illegal access"))
+    budget = MemoryBudget("x", 8, remedy=REMEDY)
+    work = Mock(side_effect=RuntimeError("CUDA error: an illegal access"))
     for attempt in (lambda: budget.run_in_parts(work, [1, 2]), lambda: budget.run(work, least=1, most=8)):
         with pytest.raises(RuntimeError, match="illegal"):
             attempt()
@@ -161,7 +162,9 @@ def test_device_error_while_loading_does_not_reject_the_version(reward, monkeypa
 
 def test_served_forward_is_halved_on_out_of_memory_and_a_single_row_is_refused(reward, checkpoints, monkeypatch):
     expected = load_reward(checkpoints.reward).score(ROWS)
-    most, sizes, halved = 2, [], []
+    most = 2
+    sizes = []
+    halved = []
     forward = reward.served.forward
 
     def limited(model, rows, width):

@@ -197,7 +197,8 @@ def test_entry_file_is_readable_with_safetensors(journal, lengths):
     strided = np.repeat(plain.tokens, 2)[::2]  # numpy hands out views of what came over the wire
     entry = journal.accept_training(dataclasses.replace(plain, tokens=strided), run_id="run", step=1)
     assert journal.accept_training(plain, run_id=None, step=1) == entry
-    read, (loaded, digest) = load_file(entries_folder(journal) / entry.name), journal.load(entry)
+    read = load_file(entries_folder(journal) / entry.name)
+    (loaded, digest) = journal.load(entry)
     assert read.keys() == plain.arrays().keys()
     for name, array in plain.arrays().items():
         np.testing.assert_array_equal(read[name], array)
@@ -327,7 +328,9 @@ def test_a_rewind_that_failed_does_not_change_the_owner(journal):
 def test_rewind_removes_the_newest_entries_first(journal, monkeypatch):
     for step in range(1, 7):
         train(journal, step)
-    rewind, rename, left = journal.accept_rewind(run_id=None, target=2), Path.rename, []
+    rewind = journal.accept_rewind(run_id=None, target=2)
+    rename = Path.rename
+    left = []
 
     def renamed(path, target):
         left.append([entry.step for entry in journal.entries() if entry.kind == "train"])
@@ -353,8 +356,10 @@ def test_rewind_sets_removed_entries_aside(journal):
 
 def test_load_detects_damage_anywhere_in_an_entry(tmp_path):
     journal = Journal(tmp_path / "journal", "run")
-    entry, path = train(journal, 1), entries_folder(journal) / "00000001.train"
-    data, (mine, other) = path.read_bytes(), (payload(value).digest().encode() for value in (1, 2))
+    entry = train(journal, 1)
+    path = entries_folder(journal) / "00000001.train"
+    data = path.read_bytes()
+    (mine, other) = (payload(value).digest().encode() for value in (1, 2))
     flipped = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in (3, 20, 60, len(data) - 1)]
     for damaged in (*flipped, data.replace(mine, other), *(data[:size] for size in range(0, len(data), 7))):
         path.write_bytes(damaged)

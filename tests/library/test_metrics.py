@@ -101,7 +101,8 @@ def test_exporter_is_off_without_a_port_and_warns_once_if_it_is_taken(tmp_path, 
 
 def test_triton_metric_families_are_never_freed(monkeypatch):
     """One that Triton's stub frees when a model is unloaded ends the process with a segfault."""
-    families, metric = weakref.WeakSet[stub.MetricFamily](), stub.MetricFamily()
+    families = weakref.WeakSet[stub.MetricFamily]()
+    metric = stub.MetricFamily()
 
     class Family(stub.MetricFamily):
         def Metric(self, **_):  # the real one does not hold its family either

@@ -160,7 +160,8 @@ def test_rows_of_arrays_iterators_and_columns_are_scored():
     """`Column` stands for one of a table: its index has labels, not positions."""
 
     class Column(list[Any]):
-        dtype, ndim = np.dtype(object), 1
+        dtype = np.dtype(object)
+        ndim = 1
 
         def __getitem__(self, label):
             raise KeyError(label)
@@ -248,7 +249,8 @@ def test_a_callback_that_would_wait_for_its_own_loop_raises():
 
 def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog):
     def call(reward, server):
-        function, logged = reward.as_trl(), {}
+        function = reward.as_trl()
+        logged = {}
         assert function.__name__ == "triton_reward"  # TRL's name of its metrics
         texts = function(["a", "b", "c"], ["bc", "refuse", "nan"], completion_ids=[[1], [2], [3]], trainer_state=None)
         assert texts == [3, None, None]

@@ -166,7 +166,8 @@ def test_timeout_kills_the_worker_and_all_its_child_processes(make_pool, monkeyp
 
     Waiting for a worker does not count: the last sample waits for three time limits.
     """
-    prctl, subreaper = ctypes.CDLL(None).prctl, 36
+    prctl = ctypes.CDLL(None).prctl
+    subreaper = 36
     others = psutil.Process().children()
     files = [tmp_path / action for action in ("loop", "program", "daemon")]
     limit_passes_when_these_hang(monkeypatch, files)
@@ -210,7 +211,8 @@ def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(make_pool):
 
 
 def test_workers_inherit_only_their_own_secret(make_pool, monkeypatch):
-    hidden, inherited = ["KEY_OF_ANOTHER", "WANDB_API_KEY"], ["HF_TOKEN", "OPENAI_API_KEY"]
+    hidden = ["KEY_OF_ANOTHER", "WANDB_API_KEY"]
+    inherited = ["HF_TOKEN", "OPENAI_API_KEY"]
     for name in (*hidden, *inherited):
         monkeypatch.setenv(name, "secret")
     pool = make_pool("Keyed", options={"api_key_env": "HF_TOKEN"}, hidden_variables=["KEY_OF_ANOTHER"])

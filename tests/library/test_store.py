@@ -88,7 +88,8 @@ class Synced(list[Path]):
 
 @pytest.fixture
 def synced(monkeypatch):
-    found, fsync = Synced(), os.fsync
+    found = Synced()
+    fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: (found.record(descriptor), fsync(descriptor)))
     return found
 
@@ -96,7 +97,8 @@ def synced(monkeypatch):
 @pytest.mark.parametrize("kind", ["training", "save", "result", "CURRENT"])
 def test_files_are_synced_before_their_rename_and_folders_after_it(journal, store, synced, kind):
     add(store, 0)
-    entry, entries = train(journal, 1), journal.root / "run" / "entries"
+    entry = train(journal, 1)
+    entries = journal.root / "run" / "entries"
     assert {entries, entries.parent, journal.root, journal.root.parent} <= set(synced)
     synced.clear()
     if kind == "CURRENT":
@@ -185,7 +187,8 @@ def filled(text):
 @pytest.mark.parametrize("refused", [1, 2])
 def test_failed_rename_keeps_the_old_folder(tmp_path, monkeypatch, refused):
     write_folder(tmp_path / "best", filled("old"))
-    calls, rename = [], Path.rename
+    calls = []
+    rename = Path.rename
 
     def failing(path, target):
         calls.append(path)
@@ -289,7 +292,9 @@ class NfsClient:
 
 
 def test_stale_directory_caches_do_not_hide_new_entries(journal, tmp_path):
-    server, sidecar, store = NfsClient(), NfsClient(), WeightsStore(tmp_path / "store")
+    server = NfsClient()
+    sidecar = NfsClient()
+    store = WeightsStore(tmp_path / "store")
     store.root.mkdir()
     with journal.lock():
         assert server(journal.heartbeat) is server(store.announced) is None
@@ -477,7 +482,8 @@ class Clock:
     """The records' time: elapsed seconds, and a wall clock that may be set."""
 
     def __init__(self):
-        self.passed, self.set_by = 0.0, 0.0
+        self.passed = 0.0
+        self.set_by = 0.0
 
     def monotonic(self):
         return self.passed

@@ -132,7 +132,8 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_reward_scores_match_transformers_before_and_after_a_swap(tmp_path, kind, monkeypatch):
     save, settings, change = HEADS[kind]
-    one, two = tmp_path / "1", tmp_path / "2"
+    one = tmp_path / "1"
+    two = tmp_path / "2"
     expected = [np.stack([change(score(row)) for row in MIXED]) for score in (save(one, 1), save(two, 2))]
     served, fresh = (load_reward(folder, **settings) for folder in (one, two))
     for reward, right in zip((served, fresh), expected, strict=True):
@@ -219,7 +220,8 @@ def test_pooling_and_attribute_weights_that_do_not_fit_the_head_are_refused(tmp_
             load_reward(tmp_path, **settings)
 
 
-NAN, NORM = float("nan"), "model.norm.weight"
+NAN = float("nan")
+NORM = "model.norm.weight"
 MISFITS = {
     "another family": ("qwen2", {}, "is a qwen2 model, but the served model"),
     "more labels": ("llama", {"num_labels": 2}, "but the served model's is"),
@@ -285,7 +287,8 @@ def test_head_stays_float32_under_a_bfloat16_body(tmp_path, family):
 @pytest.mark.parametrize(("family", "is_causal"), CAUSAL.items())
 def test_causal_models_run_without_a_mask_and_give_the_masked_values(tmp_path, family, is_causal):
     assert TokenHead(save_tiny(tmp_path, family, "critic" if family in CONFIGS else "reward")).is_causal is is_causal
-    critic, seen = load_critic(tmp_path), []
+    critic = load_critic(tmp_path)
+    seen = []
     body = critic.model.base_model
     ids, attention, lengths = collate(MIXED, critic.model.device)
     with torch.no_grad():
@@ -322,7 +325,8 @@ def test_training_a_critic_does_not_change_its_mapped_file(tmp_path, shards):
     shutil.rmtree(tmp_path / "whole")
     before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}
     assert (len(before) > 2) == (shards == "3KB")
-    serving, trained = load_critic(tmp_path), load_critic(tmp_path)
+    serving = load_critic(tmp_path)
+    trained = load_critic(tmp_path)
     mapped = {parameter.data_ptr() for parameter in trained.model.parameters() if not parameter.is_cuda}
     update = CriticUpdate(trained, trainer_section(lr=0.1))
     assert not mapped & {parameter.data_ptr() for parameter in trained.model.parameters()}

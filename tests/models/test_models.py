@@ -208,7 +208,8 @@ def test_critic_training_does_not_depend_on_padding(tmp_path, name):
 @families
 def test_critic_without_a_head_gets_a_trainable_zero_head(tmp_path, family):
     save_tiny(tmp_path, family, "body")
-    critic, again = load_critic(tmp_path), load_critic(tmp_path).model.state_dict()
+    critic = load_critic(tmp_path)
+    again = load_critic(tmp_path).model.state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in critic.model.state_dict().items())
     assert all((values == 0).all() for values in critic.values(ROWS))
     critic.forward(*collate(ROWS, critic.model.device)[:2]).sum().backward()
@@ -393,7 +394,8 @@ def test_log_probs_and_entropies_equal_a_loop_over_softmax(seed, temperature, ba
     logits = 5 * torch.randn(3, 4, 6, generator=generator, dtype=torch.float64)
     targets = torch.randint(6, (3, 4), generator=generator)
     sampling = {"temperature": temperature, "banned_token_ids": sorted(banned)}
-    found, entropies = target_logprobs(logits, targets, **sampling), sampling_entropy(logits, **sampling)
+    found = target_logprobs(logits, targets, **sampling)
+    entropies = sampling_entropy(logits, **sampling)
     for at in itertools.product(range(3), range(4)):
         weights = [0.0 if v in banned else math.exp(float(z) / temperature) for v, z in enumerate(logits[at])]
         shares = [weight / sum(weights) for weight in weights]
@@ -433,7 +435,8 @@ def test_head_logprobs_and_gradients_match_full_logits_computed_in_chunks(sizes,
         hidden = torch.randn(16, 4, dtype=torch.float64, requires_grad=True)
         if whole:
             logits = head(hidden)
-            logprobs, entropies = target_logprobs(logits, targets, **SAMPLING), sampling_entropy(logits, **SAMPLING)
+            logprobs = target_logprobs(logits, targets, **SAMPLING)
+            entropies = sampling_entropy(logits, **SAMPLING)
         else:
             with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
                 logprobs, entropies = head_logprobs(hidden, head, targets, with_entropy=with_entropy, **SAMPLING)

@@ -147,7 +147,8 @@ def test_served_reference_logprobs_match_the_actors(tmp_path, settings, family, 
     )
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     for row in rollout:
-        found, start = served.launch([row.tokens])()[0], row.prompt.tokens.size
+        found = served.launch([row.tokens])()[0]
+        start = row.prompt.tokens.size
         (expected,) = policy.logprobs([row])
         np.testing.assert_allclose(found[start - 1 : len(row.tokens) - 1], expected[start:], atol=1e-5, rtol=0)
 
@@ -174,7 +175,8 @@ def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(tmp_path, m
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:  # new ones add 0
                 parameter.normal_(std=0.1)
-    alive, merge = weakref.WeakSet[torch.Tensor](), MergedWeights.__getitem__
+    alive = weakref.WeakSet[torch.Tensor]()
+    merge = MergedWeights.__getitem__
 
     def watched(weights, name):
         assert not alive, "the tensor before is still in memory"
@@ -227,7 +229,9 @@ def test_a_policy_generates_up_to_its_position_limit(tmp_path, model):
     assert [len(row.tokens) for row in rollout] == [LIMIT, LIMIT - 5, LIMIT - 3]
     together = logprobs_of(policy, rollout)
     for i, sample in enumerate(rollout):
-        row, length, start = torch.from_numpy(sample.tokens)[None], len(sample.tokens), len(sample.prompt.tokens)
+        row = torch.from_numpy(sample.tokens)[None]
+        length = len(sample.tokens)
+        start = len(sample.prompt.tokens)
         mask = torch.arange(length - 1)[None] >= start - 1
         alone = policy.token_logprobs(policy.model, row, torch.tensor([length]), mask)
         torch.testing.assert_close(together[i : i + 1, : length - 1], alone.cpu(), atol=TOLERANCE, rtol=0)

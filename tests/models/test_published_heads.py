@@ -44,7 +44,8 @@ from rlhf_triton.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
 
-H, VOCAB = 16, 64
+H = 16
+VOCAB = 64
 LARGE = {"llama": 128_300, "gemma2": 2_600}  # vocabularies with the header of an answer
 SIZES = {
     "vocab_size": VOCAB,
@@ -178,7 +179,8 @@ class Shape:
             self.formula = layers(*(name.removesuffix(".weight") for name in self.head if name.endswith(".weight")))
 
 
-LLAMA, QWEN = "LlamaForSequenceClassification", "Qwen2ForRewardModel"
+LLAMA = "LlamaForSequenceClassification"
+QWEN = "Qwen2ForRewardModel"
 BEAVER = {**one("score_head", bias=True), "normalizer.mean": (1,), "normalizer.var": (1,), "normalizer.count": (1,)}
 MOMENTS = {"normalizer.mean": [0.5], "normalizer.var": [4.0], "normalizer.count": [7.0]}
 GATED = {"reward_transform_matrix": (4, 4), "gating.logit_scale": (1,)}
@@ -332,7 +334,8 @@ def save(folder, shape):
         head = {name: torch.randn(size).to(shape.dtype) for name, size in shape.head.items()}
     head |= {name: torch.tensor(values) for name, values in shape.values.items()}
     model.save_pretrained(folder)
-    body, own = {}, stored_in(folder)
+    body = {}
+    own = stored_in(folder)
     prefix = AutoModelForSequenceClassification._model_mapping[type(model.config)].base_model_prefix
     for name, tensor in own.items():
         bare = name.removeprefix(f"{prefix}.")
@@ -385,7 +388,8 @@ def saved(folder, shape):
 
 def assert_scores(folder, shape, expected):
     """Compare the scores of rows that are alone, batched, and mixed with padding."""
-    reward, given = load_reward(folder, **shape.settings), rows(shape)
+    reward = load_reward(folder, **shape.settings)
+    given = rows(shape)
     tolerance = 1e-5 * max(1.0, float(np.abs(expected).max()))
     assert np.ptp(expected) > 100 * tolerance
     np.testing.assert_allclose(reward.score(given), expected, atol=tolerance)
@@ -449,7 +453,8 @@ def test_head_split_over_one_file_per_module_scores_by_its_formula(tmp_path):
 
 def test_gated_reward_is_nan_for_rows_without_the_answer_header(tmp_path):
     save(tmp_path, SHAPES["ArmoRM, Gemma"])
-    given, bare = rows(SHAPES["ArmoRM, Gemma"]), np.arange(5, 12)
+    given = rows(SHAPES["ArmoRM, Gemma"])
+    bare = np.arange(5, 12)
     scores = load_reward(tmp_path).score([given[0], bare, bare[:2]])
     np.testing.assert_allclose(scores[:1], load_reward(tmp_path).score(given[:1]), atol=1e-5)
     assert np.isnan(scores[1:]).all()
@@ -870,7 +875,8 @@ def test_good_label_of_two_is_inferred_by_name_or_must_be_configured(tmp_path, l
 def test_process_reward_matches_published_formulas_at_each_token(tmp_path):
     qwen = Shape("qwen2", "Qwen2ForProcessRewardModel", mlp("score", H, H, 2), language=True)
     for shape, score in ((qwen, "auto"), (SHAPES["Skywork-o1-PRM"], "probability")):
-        body, given = save(tmp_path / shape.architecture, shape), rows(shape)[0]
+        body = save(tmp_path / shape.architecture, shape)
+        given = rows(shape)[0]
         t = stored_in(tmp_path / shape.architecture)
         with torch.no_grad():
             hidden = body(input_ids=torch.from_numpy(given)[None])[0][0]

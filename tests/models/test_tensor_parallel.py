@@ -75,7 +75,8 @@ def assert_same(ranks, split, whole):
 )
 def test_tensor_parallel_outputs_match_one_process(ranks, tmp_path, family, loader, head, options):
     save_tiny(tmp_path, family, head, **FAMILIES[family])
-    split, whole = ranks.load(loader, tmp_path, None, options), load_model(loader, tmp_path, None, options)
+    split = ranks.load(loader, tmp_path, None, options)
+    whole = load_model(loader, tmp_path, None, options)
     assert_same(ranks, split, whole)
     num_split, num_whole = (sum(p.numel() for p in model.model.base_model.parameters()) for model in (split, whole))
     assert num_split < 0.8 * num_whole, "the layers are not split"
@@ -131,7 +132,8 @@ def test_version_refused_by_one_rank_is_served_by_none(ranks, versions, is_cut):
 
 def test_rank_loads_models_one_at_a_time(monkeypatch):
     """Rank 0 may begin a load while a refused one still ends on another rank: both would count votes together."""
-    log, may_end = [], threading.Event()
+    log = []
+    may_end = threading.Event()
 
     def load(group, loader, folder, *_):
         log.append(folder)

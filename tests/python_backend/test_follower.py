@@ -148,7 +148,10 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
 
 
 def test_follower_expects_the_version_that_current_names_until_it_is_rejected(store, instance):
-    follower, loading, go, changes = instance.follower, threading.Event(), threading.Event(), []
+    follower = instance.follower
+    loading = threading.Event()
+    go = threading.Event()
+    changes = []
     instance.while_loading = lambda number: (loading.set(), go.wait(PATIENCE_S))
     follower.changed = lambda: changes.append(follower.version.number)
     assert not follower.is_arriving(VersionRange(1))
@@ -199,7 +202,8 @@ def test_version_truncated_after_its_load_is_rejected(store, instance):
 def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store, swaps):
     """In Triton mode no swap comes later, so a process that starts must end up at what CURRENT names."""
     publish(store, 0.5)
-    instance, pruned = Instance(store, swaps=swaps), []
+    instance = Instance(store, swaps=swaps)
+    pruned = []
 
     def prune(number):
         if not pruned:
@@ -215,7 +219,8 @@ def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store,
 
 
 def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(store, instance, monkeypatch):
-    put, full = store.records.put, threading.Event()
+    put = store.records.put
+    full = threading.Event()
 
     def refuse(record):
         if full.is_set():

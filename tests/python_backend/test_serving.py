@@ -104,7 +104,8 @@ def test_request_is_answered_once_with_escaped_texts(serving):
 
 @pytest.mark.parametrize("failures", [1, 9])
 def test_response_that_cannot_be_sent_becomes_an_error_response(serving, monkeypatch, failures):
-    send, tried = Request.send, []
+    send = Request.send
+    tried = []
 
     def refuse(self, *arguments, **named):
         tried.append(1)
@@ -272,9 +273,11 @@ class Model:
     version = 1
 
     def __init__(self, scoring, patch, **settings):
-        self.now, self.begun = 100.0, 0
+        self.now = 100.0
+        self.begun = 0
         self.ran = queue.Queue()
-        self.go, self.may_read = threading.Semaphore(0), threading.Event()
+        self.go = threading.Semaphore(0)
+        self.may_read = threading.Event()
         self.reply = {VALUES: lambda done: np.full((len(done.rows), 1), self.number(done.model))}
         patch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: self.now))
         self.loaded = started(self, **settings)
@@ -342,7 +345,9 @@ def answers(*requests):
 
 
 def test_swap_under_a_backlog_takes_effect_within_two_micro_batches(make_model):
-    model, requests = make_model(token_budget=200), [rows_of(1, 20) for _ in range(600)]  # ten rows a forward pass
+    # ten rows a forward pass
+    model = make_model(token_budget=200)
+    requests = [rows_of(1, 20) for _ in range(600)]
     threading.Thread(target=model.loaded.execute, args=[requests], daemon=True).start()  # until the backlog is short
     assert model.run(3) == [(1, 10)] * 3
     model.swap_during(4)
@@ -353,7 +358,9 @@ def test_swap_under_a_backlog_takes_effect_within_two_micro_batches(make_model):
 
 
 def test_a_started_request_keeps_its_version_without_blocking_others(make_model):
-    model, long, short = make_model(token_budget=200), rows_of(40, 20), [rows_of(1, 20) for _ in range(60)]
+    model = make_model(token_budget=200)
+    long = rows_of(40, 20)
+    short = [rows_of(1, 20) for _ in range(60)]
     model.loaded.execute([long])
     assert model.run(1) == [(1, 10)]
     model.loaded.execute(short)
@@ -366,7 +373,8 @@ def test_a_started_request_keeps_its_version_without_blocking_others(make_model)
 
 
 def test_request_not_started_by_its_deadline_is_refused(make_model):
-    model, requests = make_model(token_budget=10, queue_timeout_s=1), [rows_of(3, 10) for _ in range(2)]
+    model = make_model(token_budget=10, queue_timeout_s=1)
+    requests = [rows_of(3, 10) for _ in range(2)]
     model.loaded.execute(requests)
     model.run(3)
     (refused,) = [answer.error for answer in answers(*requests) if answer.error is not None]
@@ -381,7 +389,8 @@ class Numbered(Model):
     """A model with numbered versions, one of which may be about to be swapped in."""
 
     def __init__(self, *arguments, **settings):
-        self.coming, self.version = 0, types.SimpleNamespace(number=1)
+        self.coming = 0
+        self.version = types.SimpleNamespace(number=1)
         super().__init__(*arguments, **settings)
 
     def number(self, version):
@@ -443,7 +452,9 @@ def test_request_waits_briefly_for_a_swap_to_its_demanded_version(numbered):
 
 
 def test_request_for_an_exact_version_fails_if_it_is_swapped_out_first(numbered):
-    first, exact, least = rows_of(1, 64), demanding(exact_version=1), demanding(min_version=1)
+    first = rows_of(1, 64)
+    exact = demanding(exact_version=1)
+    least = demanding(min_version=1)
     numbered.loaded.execute([first])
     numbered.loaded.execute([exact, least])
     while not numbered.begun:  # the first pass is under way, with version 1
@@ -455,7 +466,8 @@ def test_request_for_an_exact_version_fails_if_it_is_swapped_out_first(numbered)
 
 
 def test_requests_are_answered_while_triton_refuses_counters(make_model, serving, monkeypatch):
-    model, sent = make_model(token_budget=10), []
+    model = make_model(token_budget=10)
+    sent = []
     named = serving.NamedCounters("m", "f", "", "counter")
 
     def refuse(*_, **__):
@@ -481,7 +493,9 @@ def sentence(text=b"A list"):
 
 def test_token_requests_do_not_wait_for_sentences_being_tokenised(make_model):
     model = make_model(token_budget=100)
-    slow, bad, tokens = sentence(), sentence(b"bad"), rows_of(2, 3)
+    slow = sentence()
+    bad = sentence(b"bad")
+    tokens = rows_of(2, 3)
     model.go.release(2)
     model.loaded.execute([slow, bad, tokens])
     assert answers(tokens)[0].outputs[VALUES].shape == (2, 1)

@@ -163,7 +163,8 @@ def test_text_pair_scores_match_the_pipeline(tmp_path, family):
     pairs = [(TEXTS[0], TEXTS[1]), ("", TEXTS[3]), ("y [SEP] </s> y", "[SEP] y")]
     seconds = texts_array([second for _, second in pairs])
     model, found = read(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
-    tokens, types = [row.tokens for row in found], [row.types for row in found]
+    tokens = [row.tokens for row in found]
+    types = [row.types for row in found]
     encoded = [tokenizer(*pair) for pair in pairs]
     assert [row.tolist() for row in tokens] == [one["input_ids"] for one in encoded]
     assert [None if row is None else row.tolist() for row in types] == [one.get("token_type_ids") for one in encoded]
@@ -180,10 +181,12 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path, head
     save_text_reward(tmp_path, "bert")
     if head == "critic":
         save_tiny(tmp_path, "bert", "critic", vocab_size=VOCAB, pooling="last", max_position_embeddings=POSITIONS)
-    texts, pairs = [TEXTS[0], TEXTS[1], TEXTS[0]], texts_array([TEXTS[2], "", ""])
+    texts = [TEXTS[0], TEXTS[1], TEXTS[0]]
+    pairs = texts_array([TEXTS[2], "", ""])
     rows, rewards = score(tmp_path, texts, takes_pairs=True, text_pairs=pairs)
     assert rows[1:] == score(tmp_path, texts[1:])[0]
-    model, tokenizer = load_reward(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    model = load_reward(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with torch.no_grad():
         for i, pair in enumerate([(TEXTS[0], TEXTS[2]), (TEXTS[1],), (TEXTS[0],)]):
             logits = model.model(**tokenizer(*pair, return_tensors="pt").to(model.model.device)).logits
@@ -217,7 +220,8 @@ def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path):
 
 def test_invalid_sentences_and_text_pairs_are_refused(tmp_path):
     save_text_reward(tmp_path, "qwen2", chat_template=None)
-    ones, pairs = texts_array(["y"]), {"takes_pairs": True}
+    ones = texts_array(["y"])
+    pairs = {"takes_pairs": True}
     cases = [
         (r"sentences\[0\]: '' has no tokens", "", None, {}),
         (r"has no chat template; save one in that folder", "y", [{"messages": MESSAGES}], {}),
@@ -370,14 +374,17 @@ def test_padding_token_that_is_ordinary_text_is_sampled_and_kept_in_replies(tmp_
 
 @pytest.mark.filterwarnings("ignore:This sequence already has </s>")
 def test_encode_text_works_with_a_slow_tokenizer():
-    a, b = 100, 101  # ids are bytes + 3; </s> is 1
+    # ids are bytes + 3; </s> is 1
+    a = 100
+    b = 101
     for text in ("ab", "ab</s>"):
         assert encode_text(ByT5Tokenizer(), text) == [a, b, 1]
 
 
 # ---- rewards at single tokens ----
 
-PROMPT, STEPS = TEXTS[0], [" Open the file. ", "Read a line. ", "It returns its words"]
+PROMPT = TEXTS[0]
+STEPS = [" Open the file. ", "Read a line. ", "It returns its words"]
 OUTPUTS = ("rewards", "token_rewards", "step_rewards", "step_ends")
 LOGIT = {"tokens": [" the"], "against": [" it"]}
 
@@ -501,7 +508,8 @@ def test_reward_template_refuses_bad_input_and_keeps_serving(serve, tmp_path):
 
 def of_trl(tokenizer, prompt, steps, separator):
     """Return ids and labelled positions as TRL's PRMTrainer makes them from prompt, completions and separator."""
-    ids, labelled = [tokenizer.bos_token_id, *plain_ids(tokenizer, prompt)], []
+    ids = [tokenizer.bos_token_id, *plain_ids(tokenizer, prompt)]
+    labelled = []
     for step in steps:
         ids += plain_ids(tokenizer, step)
         ids += tokenizer.encode(separator, add_special_tokens=False)
@@ -559,9 +567,11 @@ def test_process_reward_of_tokens_splits_steps_at_the_separator(serve, tmp_path)
     tokenizer = save_model(tmp_path, "critic", num_labels=2)
     ask = serve(tmp_path, process={"separator": "."}, score="logit")
     prompt = tokenizer(PROMPT)["input_ids"]  # ends in a separator, which is none of the response's
-    start, eos = len(prompt), tokenizer.eos_token_id
+    start = len(prompt)
+    eos = tokenizer.eos_token_id
     row = [*prompt, *tokenizer(" Open the file. Read a line. It is good")["input_ids"], eos]
-    dot, short = single_tokens(tokenizer, ["."])[0], start + 4
+    dot = single_tokens(tokenizer, ["."])[0]
+    short = start + 4
     tokens = np.asarray([row, [*row[:short], *[0] * (len(row) - short)]])
     inputs = {"tokens": tokens, "sequence_lengths": np.asarray([[len(row)], [short]])}
     got = ask(**inputs, prompt_lengths=np.asarray([[start], [start]])).outputs

@@ -94,10 +94,12 @@ def test_an_actor_killed_between_turns_resumes_bit_identically(tmp_path, checkpo
         environment = {"options": {"log": str(log)}, "workers": 2}
         runs.append(without_server(agent_run(tmp_path / name, checkpoints, "Logged", environment=environment)))
         log.touch()
-    kill, luck = runs[1], random.Random(0)
+    kill = runs[1]
+    luck = random.Random(0)
     log = tmp_path / "killed.log"
     for i in range(KILLS):
-        actor, seen = kill.start(f"actor-{i}", module="rlhf_triton.actor"), lines_of(log) + luck.randrange(1, 40)
+        actor = kill.start(f"actor-{i}", module="rlhf_triton.actor")
+        seen = lines_of(log) + luck.randrange(1, 40)
         wait_for(functools.partial(lambda seen: lines_of(log) >= seen, seen), actor)
         actor.process.kill()
         assert actor.process.wait() == -signal.SIGKILL

@@ -149,7 +149,8 @@ def test_container_command_restricts_unneeded_apis_to_the_control_key(tmp_path):
 def test_keys_are_created_once_with_private_permissions(tmp_path, monkeypatch, make, name, variable):
     monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "weights"  # the control key is beside it: all that share the weights share the key
-    key, (file,) = make(folder), tmp_path.rglob(name)
+    key = make(folder)
+    (file,) = tmp_path.rglob(name)
     assert (len(key), stat.S_IMODE(file.stat().st_mode), make(folder)) == (64, 0o600, key)
     monkeypatch.setenv(variable, "given")
     assert make(folder) == "given"
@@ -179,7 +180,8 @@ def test_the_container_adds_the_training_key_to_a_repository_rendered_without_on
         ("functions", "secret", {"rewards": rewards}),
         ("key", "other", {"server": {"training_key_env": "MY_KEY"}}),
     ):
-        source, copy = rendered(tmp_path / name, **sections), tmp_path / f"{name}-copy"
+        source = rendered(tmp_path / name, **sections)
+        copy = tmp_path / f"{name}-copy"
         copy_repository(source, copy, "secret")
         assert {path.name for path in copy.iterdir()} == {path.name for path in source.iterdir()}
         for path in copy.glob("*/config.pbtxt"):

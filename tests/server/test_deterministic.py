@@ -12,7 +12,9 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-STEPS, CHECKPOINT_EVERY, KILLED_AT = 7, 3, 5
+STEPS = 7
+CHECKPOINT_EVERY = 3
+KILLED_AT = 5
 # What another clock, other weights version numbers or a second start of the actor change.
 OF_THIS_RUN = ("time", "timers/", "tokens_per_s", "client/", "train_rollouts/weights_version")
 

@@ -91,7 +91,8 @@ class Watched(Pulse):
 
     def run(self, seconds, every=TICK_S, wake_s=WAKE_S):
         """Let time pass, with a look every so many seconds and a wake-up of Triton's thread every `wake_s`."""
-        begin, before = self.now, self.wakes
+        begin = self.now
+        before = self.wakes
         while self.now < begin + seconds:
             self.now += every
             self.wakes = before + int((self.now - begin) / wake_s)

@@ -173,7 +173,8 @@ def assert_stored(store, version, served):
 
 @pytest.mark.slow
 def test_critic_instances_share_requests_and_swap_versions_together(several):
-    store, processes = several.run.store, processes_of(several)
+    store = several.run.store
+    processes = processes_of(several)
     before = [cpu_s(process) for process in processes]
     with CriticLoad(several.run.url, ROWS) as load:
         wait_for(lambda: len(load.answers) > 400)
@@ -252,7 +253,8 @@ def test_rollback_serves_old_bytes_under_a_new_number(make, tmp_path, capsys, dt
     """Without a serving instance it moves CURRENT and says so."""
     rig = make(dtype=dtype)
     rig.begin().train(1, 2, 3)
-    old, weights = rig.store.manifest(1), rig.weights(1)
+    old = rig.store.manifest(1)
+    weights = rig.weights(1)
     config = config_of(rig, tmp_path)
     assert main(["rollback", *config, "--to", "1"]) == 0
     told = capsys.readouterr().out

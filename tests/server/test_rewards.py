@@ -54,7 +54,8 @@ TERMS = {
     "verdict": {"function": f"{FUNCTIONS}:label_or_trouble", "weight": 0.5, "timeout_s": 1.0},
     "peers": {"function": f"{FUNCTIONS}:by_group", "groupwise": True, "weight": 0.0},
 }
-NUM_BAD, NUM_SENDERS = 4_000, 16
+NUM_BAD = 4_000
+NUM_SENDERS = 16
 LABELS = (1, 2, "raise", 3, "loop", 0, 4, 5)
 
 
@@ -161,7 +162,8 @@ def serve_reward(live):
 @pytest.mark.slow
 def test_a_process_reward_is_served_and_trained_on(serve_reward, live, tmp_path):
     """A token classifier with two labels, as TRL trains them; its steps are tested in test_text_rewards.py."""
-    tokenizer, folder = make_tokenizer(), tmp_path / "run"
+    tokenizer = make_tokenizer()
+    folder = tmp_path / "run"
     save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)
     tokenizer.save_pretrained(tmp_path)
     serve_reward(model=tmp_path, process={"separator": " "}, store=False)

@@ -194,7 +194,8 @@ def served(tmp_path_factory, checkpoints):
 @pytest.mark.slow
 def test_one_trace_per_step_spans_actor_server_and_sidecar(served):
     for root in served.received.named("step"):
-        step, spans = root.attributes["step"], [each for each in served.received.spans if each.trace == root.trace]
+        step = root.attributes["step"]
+        spans = [each for each in served.received.spans if each.trace == root.trace]
         names = {span.id: span.name for span in spans}
         ways = {(span.service, span.name, names[span.parent]) for span in spans if span is not root}
         assert ways >= {

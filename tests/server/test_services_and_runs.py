@@ -91,8 +91,10 @@ def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path, checkpoi
 
 def test_served_models_answer_their_clients_and_end_with_the_block(tmp_path, checkpoints, monkeypatch):
     """The critic is trained, and goes back to a step, with the key of its environment variable."""
-    rows, others = random_rows((9, 4, 17), seed=1), {*psutil.Process().children(recursive=True)}
-    rewards, values = direct_rewards(checkpoints.reward, rows), direct_values(checkpoints.critic, rows)
+    rows = random_rows((9, 4, 17), seed=1)
+    others = {*psutil.Process().children(recursive=True)}
+    rewards = direct_rewards(checkpoints.reward, rows)
+    values = direct_values(checkpoints.critic, rows)
     monkeypatch.setenv("MY_TRAINING_KEY", "open sesame")
     key = {"server.training_key_env": "MY_TRAINING_KEY"}
     with rt.serve([(checkpoints.reward, 1.0)], checkpoints.critic, dir=tmp_path / "served", **key) as server:

@@ -244,7 +244,8 @@ def test_one_missed_probe_does_not_restart_the_server(rig):
 
 def test_health_checks_stop_before_their_start_and_during_a_reload(rig, monkeypatch):
     ServerHealth(rig, print).stop()  # a signal arrived before their thread was started
-    loading, closed = threading.Event(), threading.Event()
+    loading = threading.Event()
+    closed = threading.Event()
 
     def load(model, **_):
         loading.set()

@@ -42,7 +42,8 @@ BROKEN = ("torchvision", "torchaudio", "torchcodec")  # built for another torch:
 ARGUMENTS = ["--enforce-eager"]
 KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 MOST_GAP = 1e-3  # nats
-STEPS, KILL_AT = 5, 3
+STEPS = 5
+KILL_AT = 3
 TOKENS = ([5, 9, 12], [30], [7, 8, 9, 10, 11], [44, 45])
 PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(TOKENS)]
 
@@ -141,7 +142,8 @@ def test_vllm_generates_with_the_weights_of_the_policy(tmp_path, models, vllm, l
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
         policy = Policy(config.actor)
-        own, policy.generation = policy.generation, VllmGeneration(config, policy)
+        own = policy.generation
+        policy.generation = VllmGeneration(config, policy)
         seen = []
         for _ in range(3):
             policy.renew_sampler()
@@ -170,7 +172,8 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
     with served(RunConfig.model_validate(data), monkeypatch) as config:
         policy = Policy(config.actor)
         policy.generation = VllmGeneration(config, policy)
-        found, weights = [], []
+        found = []
+        weights = []
         job = SamplingJob(dict(enumerate([*PROMPTS] * 50)), lambda _, rows: found.extend(rows), seed=3)
         for version in range(5):
             with torch.no_grad():
@@ -257,7 +260,8 @@ def test_run_continues_after_vllm_is_killed(tmp_path, models, vllm, algorithm, p
     """`rlhf-triton run` starts vLLM, which is killed during a rollout and started again."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(configuration(models, tmp_path, vllm, algorithm=algorithm, policy=policy)))
-    run_dir, log = tmp_path / "run", tmp_path / "log.txt"
+    run_dir = tmp_path / "run"
+    log = tmp_path / "log.txt"
     command = [sys.executable, "-m", "rlhf_triton.tools", "run", "--config", str(path)]
     with (
         log.open("w") as file,

@@ -31,7 +31,8 @@ def converse(base_url: str, task: dict[str, Any], turns: int = 2, tools: Any = N
 
 async def in_two_contexts(base_url: str, task: dict[str, Any]) -> float:
     """Two conversations at the same time, and a third that continues the first one's begin in another way."""
-    one, two = [*task["messages"]], [{"role": "user", "content": "Plan."}]
+    one = [*task["messages"]]
+    two = [{"role": "user", "content": "Plan."}]
     with ThreadPoolExecutor(2) as pool:
         loop = asyncio.get_running_loop()
         replies = await asyncio.gather(*(loop.run_in_executor(pool, ask, base_url, each) for each in (one, two)))

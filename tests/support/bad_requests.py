@@ -18,7 +18,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from rlhf_triton.wire import contract
 
-VOCAB_SIZE, POSITIONS = 300, 128
+VOCAB_SIZE = 300
+POSITIONS = 128
 KEY_HEADER = "x-triton-training-key"
 EDGES = (0, -1, 1, VOCAB_SIZE, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
 DATATYPES = ("BOOL", "UINT8", "INT32", "INT64", "BF16", "FP32", "FP64", "BYTES", "NONSENSE", "")
@@ -180,7 +181,8 @@ def texts_tensor(name: str, texts: Sequence[bytes]) -> Tensor:
 def _good(draw: Draw, model: str) -> Request:
     if model == contract.CRITIC_SAVE:
         return Request(model, [array_tensor("dummy_var", np.zeros(1, np.int64))])
-    rows, width = draw(st.integers(1, 4)), draw(st.integers(2, POSITIONS))
+    rows = draw(st.integers(1, 4))
+    width = draw(st.integers(2, POSITIONS))
     numbers = np.random.default_rng(draw(SEEDS))
     tokens = array_tensor(contract.TOKENS, numbers.integers(0, VOCAB_SIZE, (rows, width), dtype=np.int64))
     if model == contract.CRITIC_TRAIN:
@@ -207,7 +209,8 @@ def _of_request(attribute: str, values: st.SearchStrategy[Any]) -> Change:
     """Return a change that replaces an attribute of the request; to a dictionary it adds."""
 
     def change(draw, request):
-        before, value = getattr(request, attribute), draw(values)
+        before = getattr(request, attribute)
+        value = draw(values)
         setattr(request, attribute, before | value if isinstance(before, dict) else value)
 
     return change
@@ -371,7 +374,8 @@ def call(url: str, path: str, body: bytes | None, headers: Mapping[str, str]) ->
 def _http_body(request: Request) -> tuple[bytes, dict[str, str]]:
     if request.body is not None:
         return request.body, {}
-    inputs, parts = [], []
+    inputs = []
+    parts = []
     for tensor in request.tensors:
         described = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         if tensor.values is not None:

@@ -39,7 +39,8 @@ def plan_kills(num_kills: int, seed: int, *, ranks: int = 1) -> list[tuple[str, 
         ranks: number of ranks that train the critic; above 1, each is a victim, too.
     """
     generator = random.Random(seed)
-    victims, points = [*VICTIMS, *(f"{RANK}{rank}" for rank in range(ranks) if ranks > 1)], list(POINTS)
+    victims = [*VICTIMS, *(f"{RANK}{rank}" for rank in range(ranks) if ranks > 1)]
+    points = list(POINTS)
     generator.shuffle(victims)
     generator.shuffle(points)
     # 6 victims (8 with two ranks) and 7 points have no common divisor, so stepping through both covers all pairs.
@@ -52,7 +53,8 @@ class Points:
     def __init__(self, config: RunConfig, shared_memory: Path, region_prefix: str) -> None:
         journal = Journal(config.run.journal_dir, config.run.identity)
         entries = config.run.journal_dir / config.run.identity / "entries"
-        versions, checkpoints = config.run.weights_dir, config.run.dir / "checkpoints" / "critic"
+        versions = config.run.weights_dir
+        checkpoints = config.run.dir / "checkpoints" / "critic"
 
         def current():
             file = (versions / "CURRENT").stat()
@@ -75,7 +77,8 @@ class Points:
     def wait(self, point: str, timeout_s: float, give_up: threading.Event) -> str | None:
         """Return what was seen when the kill point came; None if it does not within `timeout_s`, or after `give_up`."""
         look = self.looks[point]
-        before, deadline = look(), time.monotonic() + timeout_s
+        before = look()
+        deadline = time.monotonic() + timeout_s
         while not (seen := look() - before):
             if time.monotonic() > deadline or give_up.is_set():
                 return None
@@ -106,7 +109,8 @@ def stop_for(process: psutil.Process, seconds: float, give_up: threading.Event) 
 def stop_accepting(system: DisturbedSystem) -> Callable[[], None]:
     """Stop critic_train during a journal write, if one comes within CATCH_S; return a function that continues it."""
     entries = system.config.run.journal_dir / system.config.run.identity / "entries"
-    stubs, deadline = system.processes_of("critic_train"), time.monotonic() + CATCH_S
+    stubs = system.processes_of("critic_train")
+    deadline = time.monotonic() + CATCH_S
     # The journal writes an entry to a hidden file and renames it.
     while not (caught := _names(entries, lambda name: name.startswith("."))) and time.monotonic() < deadline:
         time.sleep(0.0005)
@@ -145,7 +149,10 @@ class Killer:
         self.kills: list[dict[str, Any]] = []
         self.done: list[tuple[str, str]] = []
         """(victim, kill point) of each kill that was carried out or given up after its last attempt."""
-        self._system, self._traffic, self._plan, self._random = system, traffic, plan, generator
+        self._system = system
+        self._traffic = traffic
+        self._plan = plan
+        self._random = generator
         self._points = Points(system.config, SHARED_MEMORY, system.region_prefix)
         self.thread = Background("killer", self._run)
         self._give_up = self.thread.given_up
@@ -186,7 +193,8 @@ class Killer:
             raise GaveUp
         if point == "reload":  # the reloaded model may have two processes by now
             processes = self._processes(victim)
-        ranks, trains = self._system.ranks(), victim == "sidecar" or victim.startswith(RANK)
+        ranks = self._system.ranks()
+        trains = victim == "sidecar" or victim.startswith(RANK)
         kill = {"number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim}
         kill |= {"point": point, "way": way, "seen": seen, "step": self._traffic.last_step}
         is_there = seen is not None and bool(processes)  # it may have ended between two looks

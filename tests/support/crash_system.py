@@ -101,7 +101,8 @@ class DisturbedSystem:
         self.config = load_config(path)
         self.troubles: list[str] = []
         """Processes that ended, or did not start, without having been killed."""
-        self._path, self._random = path, generator
+        self._path = path
+        self._random = generator
         self._children: dict[str, list[Child]] = {program: [] for program in programs}
         self._restart_at: dict[str, float] = {}
         self._killed: set[int] = set()
@@ -229,7 +230,8 @@ class DisturbedSystem:
         """
         assert self.troubles == [], f"only killed processes end: {self.troubles}"
         assert self.leftovers() == []
-        run_dir, current = self.config.run.dir, self.store.current()
+        run_dir = self.config.run.dir
+        current = self.store.current()
         critic = read_state(run_dir / "checkpoints" / "critic" / str(last))
         assert current is not None
         # A step is one optimizer step, so the critic's checkpoint counts its updates.
@@ -270,7 +272,8 @@ class DisturbedSystem:
             self._start(program)
 
     def _start(self, program: str) -> None:
-        kind, children = PROGRAMS[program], self._children[program]
+        kind = PROGRAMS[program]
+        children = self._children[program]
         log = self.config.run.logs_dir / f"{program}-{len(children):03d}.log"
         children.append(Child(kind.name, [kind.module, "--config", str(self._path)], log, LIBRARY_ENV))
 

@@ -21,13 +21,17 @@ from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
 VOCAB_SIZE = 100
-ROWS, LONGEST = 48, 96  # of a batch: its rows, and the tokens of a row
+# of a batch: its rows, and the tokens of a row
+ROWS = 48
+LONGEST = 96
 SAVE_EVERY = 10  # steps; each writes a checkpoint
 SCORERS = 3
 SCORER_PAUSE_S = 0.06
 WRITER_PAUSE_S = 0.8  # at most; limits the number of versions, which must fit on the disk
 STEP_PATIENCE_S = 240.0
-LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: accepting it leaves time for other requests
+# every fifth batch has eight times the rows: accepting it leaves time for other requests
+LARGE_EVERY = 5
+LARGE = 8
 REWIND_BY = 3  # most steps of a rewind; not beyond the last save or rewind, whose checkpoint replaces older entries
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
@@ -126,7 +130,9 @@ class Traffic:
         """Once set, the writer saves after its next step."""
         self.rewind_now = threading.Event()
         """Once set, the writer rewinds before its next large step, while that step is being accepted."""
-        self._url, self._run_id, self._seed = url, run_id, seed
+        self._url = url
+        self._run_id = run_id
+        self._seed = seed
         self._stop_accepting = stop_accepting
         self._probes = probes(seed)
         self._choice = np.random.default_rng([seed, 1, 1])

@@ -20,7 +20,11 @@ class CriticLoad:
     def __init__(
         self, url: str, rows: Sequence[np.ndarray], *, model: str = CRITIC, clients: int = 8, pause_s: float = 0.0
     ) -> None:
-        self._url, self._rows, self._model, self._clients, self._pause_s = url, rows, model, clients, pause_s
+        self._url = url
+        self._rows = rows
+        self._model = model
+        self._clients = clients
+        self._pause_s = pause_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._send_all()))
         self.answers: list[Answer] = []

@@ -44,7 +44,8 @@ class Tools:
 
     async def reset(self, target: int, **kwargs: Any) -> None:
         """Begin without an observation; `kwargs` has the other columns."""
-        self.target, self.columns = target, sorted(kwargs)
+        self.target = target
+        self.columns = sorted(kwargs)
 
     async def get_reward(self) -> float:
         """Return the row's target."""
@@ -83,7 +84,9 @@ class Doing:
     meeting = threading.Barrier(64)
 
     def __init__(self, first: str = "hello", *, timeout_s: float) -> None:
-        self.first, self.timeout_s, self.thread = first, timeout_s, threading.get_ident()
+        self.first = first
+        self.timeout_s = timeout_s
+        self.thread = threading.get_ident()
 
     def reset(self, row: dict[str, Any]) -> Any:
         """Return the option, after what the row says."""
@@ -164,7 +167,8 @@ class Countdown:
 
     def reset(self, row: dict[str, Any]) -> str:
         """Return how many turns are left."""
-        self.left, self.seed = row["turns"], row["seed"]
+        self.left = row["turns"]
+        self.seed = row["seed"]
         if self.left == -1:
             raise ValueError(f"{self.left} turns")
         return f" {self.left} left, seed {self.seed}."

@@ -48,7 +48,8 @@ class FakeReward(FakeTriton):
         self.version: int | None = None  # of the weights, an output of a reward model that has versions
         self.received: list[dict[str, np.ndarray]] = []
         self.demanded: list[int | None] = []  # `min_version` of each request
-        self.terms, self.labels = terms, labels
+        self.terms = terms
+        self.labels = labels
         self.parameters |= {"text": text, "labels": json.dumps(labels)}
         if terms:
             self.parameters["reward_components"] = json.dumps(terms)
@@ -81,7 +82,8 @@ class FakeReward(FakeTriton):
         return web.json_response({**config, "output": [{"name": name} for name in names]})
 
     def _outputs(self, scores: list[float], wanted: set[str]) -> list[dict[str, Any]]:
-        num_terms, num_labels = len(self.terms), len(self.labels)
+        num_terms = len(self.terms)
+        num_labels = len(self.labels)
         outputs = {
             "rewards": ("FP32", scores),
             "reward_version": ("INT64", [self.version] * len(scores)),
@@ -101,7 +103,8 @@ class FakeReward(FakeTriton):
 
 def tensors(body: bytes, header_size: int) -> dict[str, np.ndarray]:
     """Return the inputs of an inference request whose tensors follow its JSON header as binary data."""
-    found, start = {}, header_size
+    found = {}
+    start = header_size
     for tensor in json.loads(body[:header_size])["inputs"]:
         data = body[start : start + tensor["parameters"]["binary_data_size"]]
         start += len(data)
@@ -127,7 +130,8 @@ class Caller:
     """An HTTP client of the gateway at `url`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url, self.session = url, session
+        self.url = url
+        self.session = session
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         """Return status and JSON of the reply; bytes are sent as they are."""
@@ -165,7 +169,8 @@ async def gateway(
     `more`: further routes. `limits`: constants of the gateway, by name.
     """
     calling = ClientSection(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
-    section, patch = GatewaySection(port=0), pytest.MonkeyPatch()
+    section = GatewaySection(port=0)
+    patch = pytest.MonkeyPatch()
     for name, limit in limits.items():
         for module in (app, rows, reward_source):
             patch.setattr(module, name, limit, raising=False)

@@ -15,7 +15,8 @@ class FakeServer:
     """
 
     def __init__(self, routes: list[web.RouteDef]) -> None:
-        self._routes, self._port = routes, 0
+        self._routes = routes
+        self._port = 0
         self._is_stopped = True
 
     @property
@@ -44,7 +45,8 @@ class FakeServer:
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        loop, connection = asyncio.get_running_loop(), self._listener.accept()[0]
+        loop = asyncio.get_running_loop()
+        connection = self._listener.accept()[0]
         connection.setblocking(False)
         self._accepted.append(loop.create_task(loop.connect_accepted_socket(self._runner.server, connection)))
 

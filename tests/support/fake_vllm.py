@@ -39,7 +39,8 @@ class FakeVllm(FakeServer):
 
     async def start(self) -> None:
         """Listen; after a stop on the same port, with the initial weights."""
-        self.weights, self.adapters = "initial", []
+        self.weights = "initial"
+        self.adapters = []
         await super().start()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

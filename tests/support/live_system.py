@@ -119,7 +119,8 @@ class Checkpoints:
 
 def make_checkpoints(folder: Path) -> Checkpoints:
     """Write all the checkpoints and prompts that a run needs."""
-    ours, theirs = make_tokenizer(), make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
+    ours = make_tokenizer()
+    theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
     prompts = folder / "prompts.jsonl"
     write_jsonl(prompts, ({"text": " ".join(text.split()[:3])} for text in TEXTS))
     return Checkpoints(

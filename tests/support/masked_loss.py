@@ -46,7 +46,9 @@ def sample(seed: int, batch: int, width: int) -> list[Tensor]:
 
 def outcome(loss: Loss, *parts: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
     """Return the loss and the metrics of all parts together, and the gradient of each."""
-    value, sums, gradients = torch.zeros((), dtype=torch.float64), {}, []
+    value = torch.zeros((), dtype=torch.float64)
+    sums = {}
+    gradients = []
     for part in parts:
         leaf = part.logprobs.clone().requires_grad_()
         inputs = replace(part, logprobs=leaf)
@@ -65,7 +67,9 @@ def check_masked_loss(loss: Loss, seed: int = 0, batch: int = 4, width: int = 5)
     """Check that neither what is masked, nor the order of rows, nor the plan of micro-batches matters to a loss."""
     tensors = sample(seed, batch, width)
     weights = tensors[3]
-    weights[0, 0], weights[-1] = 1.0, 0.0  # there is something to learn, and a row of padding
+    # there is something to learn, and a row of padding
+    weights[0, 0] = 1.0
+    weights[-1] = 0.0
     total = float(weights.sum())
     value, metrics, (gradient,) = outcome(loss, loss_inputs(*tensors))
     assert (gradient[weights == 0] == 0).all()

@@ -73,7 +73,8 @@ def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool
     tokens = torch.randint(5, 30, (len(lengths), width), generator=generator)
     if shared:
         tokens[:, :prompt] = tokens[0, :prompt]
-    positions, ends = torch.arange(width - 1), torch.tensor(lengths)
+    positions = torch.arange(width - 1)
+    ends = torch.tensor(lengths)
     mask = ((positions >= prompt - 1) & (positions < ends[:, None] - 1)).float()
     logprobs, ref, advantages = torch.randn(3, len(lengths), width - 1, generator=generator) * mask
     zeros = torch.zeros_like(mask)

@@ -30,7 +30,8 @@ from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import ActorSection, RunConfig
 from rlhf_triton.store.durable import write_json
 
-NUM_ROWS, WIDTH = 4, 8
+NUM_ROWS = 4
+WIDTH = 8
 TOKENIZER = make_tokenizer()
 
 

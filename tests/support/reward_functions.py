@@ -72,7 +72,8 @@ class Scaled:
     def __init__(self, factor: float, *, timeout_s: float) -> None:
         if factor <= 0:
             raise ValueError(f"factor: {factor}, must be above 0")
-        self.factor, self.timeout_s = factor, timeout_s
+        self.factor = factor
+        self.timeout_s = timeout_s
 
     def __call__(self, sample: Sample) -> float:
         """Score one sample."""

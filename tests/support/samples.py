@@ -21,7 +21,9 @@ from rlhf_triton.actor.data.rollout_rows import UNSCORED, Conversation, Group, R
 from rlhf_triton.actor.policy.policy import Policy
 
 FAILED = Score(failure="503")
-PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
+PROMPT_LENGTHS = [2, 1, 3, 2]
+LENGTHS = [5, 4, 6, 3]
+WIDTH = 6
 
 
 def a_sample(
@@ -80,7 +82,8 @@ def method_of(*, whitens: bool = True, **settings: Any) -> Method:
 
 def advantage_inputs(rewards: Tensor, groups: Tensor, mask: Tensor, **more: Any) -> AdvantageInputs:
     """The inputs of rewards [N] and a mask [N, S-1]: every response has ended and counts, unless `more` says else."""
-    zeros, yes = torch.zeros_like(mask), torch.ones(len(mask), dtype=torch.bool)
+    zeros = torch.zeros_like(mask)
+    yes = torch.ones(len(mask), dtype=torch.bool)
     usual = {"penalty": zeros, "values": zeros, "scored": yes, "ended": yes, "counted": yes}
     return AdvantageInputs(rewards=rewards, groups=groups, mask=mask, **{**usual, **more})
 

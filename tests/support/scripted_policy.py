@@ -34,7 +34,8 @@ class ScriptedSampler:
     """Says `replies`, one after the other; then what `reply` makes of the prompt's text. Its version counts calls."""
 
     def __init__(self, *replies: str, reply: Callable[[str], str] = lambda prompt: "Yes.") -> None:
-        self.replies, self.reply = [*replies], reply
+        self.replies = [*replies]
+        self.reply = reply
         self.prompts: list[list[int]] = []
         self.completions: list[list[int]] = []
         self.samplings: list[Sampling] = []

@@ -29,10 +29,12 @@ def statistics(control: ControlPlane, model: str) -> ModelStatistics:
 
 def settled_statistics(control: ControlPlane, model: str) -> ModelStatistics:
     """Return the model's counters once they no longer change: Triton counts a request after it has answered it."""
-    found, since = statistics(control, model), time.monotonic()
+    found = statistics(control, model)
+    since = time.monotonic()
     while time.monotonic() - since < QUIET_S:
         time.sleep(QUIET_S / 10)
         latest = statistics(control, model)
         if latest != found:
-            found, since = latest, time.monotonic()
+            found = latest
+            since = time.monotonic()
     return found

@@ -34,7 +34,8 @@ class Instance(threading.Thread):
 
     def __init__(self, store: WeightsStore, name: str = "critic_0") -> None:
         super().__init__(daemon=True)
-        self.store, self.instance = store, name
+        self.store = store
+        self.instance = name
         self.refuses: set[int] = set()
         self.served: list[int] = []
         self.paused = threading.Event()
@@ -107,8 +108,10 @@ class Rig:
         return self.start()
 
     def start(self) -> Rig:
-        self.error, self.stop_now = None, threading.Event()
-        config, stop = self.config, self.stop_now
+        self.error = None
+        self.stop_now = threading.Event()
+        config = self.config
+        stop = self.stop_now
 
         def run():
             try:
@@ -190,7 +193,8 @@ def overflowing() -> TrainPayload:
 
 def kill_at(patch: pytest.MonkeyPatch, owner: type, name: str, when: str, call: int) -> None:
     """Kill the sidecar before or after its `call`-th call of `owner.name`."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def killing(*args, **kwargs):
         calls.append(None)

@@ -16,7 +16,10 @@ from rlhf_triton.config import RunConfig
 from rlhf_triton.store.durable import make_folder
 from rlhf_triton.store.record_log import StoredRecord
 
-EVERY, KEEP, AHEAD, NUM_TENSORS = 10, 2, 2, 100
+EVERY = 10
+KEEP = 2
+AHEAD = 2
+NUM_TENSORS = 100
 
 
 def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[int]:

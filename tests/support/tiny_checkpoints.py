@@ -15,7 +15,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-VOCAB, POSITIONS = 40, 32
+VOCAB = 40
+POSITIONS = 32
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 16,

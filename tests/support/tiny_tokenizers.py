@@ -10,7 +10,8 @@ from tiny_checkpoints import save_tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-VOCAB, POSITIONS = 160, 64
+VOCAB = 160
+POSITIONS = 64
 TYPES = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}  # what BERT's tokenizer returns
 PLAIN_CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }}\n{% endfor %}"
 CHATS = {  # as published checkpoints write them: with their special tokens or without

@@ -24,7 +24,8 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
     before = None
     given = {tensor.name for tensor in whole.input}
     for step in whole.ensemble_scheduling.step:
-        part, where = configs[step.model_name], f"{model}: {step.model_name}"
+        part = configs[step.model_name]
+        where = f"{model}: {step.model_name}"
         assert part.platform != "ensemble", f"{where}: a text as sequence_id would crash tritonserver 2.51"
         taken = set(step.input_map.values())
         assert before is None or before & taken, f"{where} runs beside the step before, which can deadlock tritonserver"

@@ -12,7 +12,9 @@ from trl_run import train
 
 def main() -> None:
     """Train."""
-    policy, out, page = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]).read_text()
+    policy = sys.argv[1]
+    out = Path(sys.argv[2])
+    page = Path(sys.argv[3]).read_text()
     code = next(block for block in page.split("```py\n")[1:] if "def exported" in block).partition("```")[0]
     given = {"json": json}
     exec(code.replace("runs/agents/rows.jsonl", str(out / "rows.jsonl")), given)

@@ -78,7 +78,8 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    base, out = sys.argv[1], Path(sys.argv[2])
+    base = sys.argv[1]
+    out = Path(sys.argv[2])
     train(base, out, "whole", "text", lora=False)
     train(base, out, "adapter", "chat", lora=True)
 

@@ -15,7 +15,8 @@ import rlhf_triton as rt
 
 def main() -> None:
     """Train."""
-    out, steps = Path(sys.argv[2]), int(sys.argv[3])
+    out = Path(sys.argv[2])
+    steps = int(sys.argv[3])
     score = rt.RewardClient(sys.argv[4]).as_trl()
 
     def recorded(prompts, completions, **columns):

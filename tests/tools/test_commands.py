@@ -137,7 +137,8 @@ def test_missing_package_error_names_the_extra_to_install(command, module, packa
 
 
 def test_overrides_are_accepted_before_and_after_options():
-    whole, commands = argparse.ArgumentParser(), argparse.ArgumentParser()
+    whole = argparse.ArgumentParser()
+    commands = argparse.ArgumentParser()
     add_run_arguments(whole)
     add_run_arguments(commands.add_subparsers().add_parser("list"))
     for parser, first in ((whole, []), (commands, ["list"])):

@@ -47,7 +47,8 @@ def save_tokenizer(folder, *words):
 
 def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path, capsys):
     save_with_value_head(tmp_path / "reward", "bert", prefix="score")
-    out, arguments = tmp_path / "my.yaml", ["--reward", str(tmp_path / "reward")]
+    out = tmp_path / "my.yaml"
+    arguments = ["--reward", str(tmp_path / "reward")]
     assert main(arguments) == 2
     assert "set pooling: last or mean" in capsys.readouterr().err
     scores = []
@@ -119,7 +120,8 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
 
 
 def test_init_models_refuses_an_untrained_reward_and_what_fails_to_load(tmp_path, capsys):
-    body, reward = tmp_path / "body", tmp_path / "reward"
+    body = tmp_path / "body"
+    reward = tmp_path / "reward"
     save_tiny(body, "qwen2", "body")
     assert main(["--critic", str(body)]) == 0
     assert "the value head starts at 0" in capsys.readouterr().out
@@ -137,7 +139,8 @@ def test_init_models_refuses_an_untrained_reward_and_what_fails_to_load(tmp_path
 def test_documented_adapter_merge_scores_as_in_peft(tmp_path, monkeypatch, capsys):
     """The adapter is saved as by TRL, with the head among its `modules_to_save`."""
     monkeypatch.chdir(tmp_path)
-    base, adapter = tmp_path / "base", Path("out/final")
+    base = tmp_path / "base"
+    adapter = Path("out/final")
     save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     settings = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear", init_lora_weights=False)
@@ -210,7 +213,8 @@ def assert_same(found, expected):
     ids=["zip", "legacy", "module", "training"],
 )
 def test_init_models_converts_a_pickled_checkpoint(tmp_path, capsys, signals_kept, name, change, how):
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     own = save_pickled(source, name, change, **how)
     save_tokenizer(source, "a", "b")
     torch.save({}, source / "training_args.bin")
@@ -297,10 +301,13 @@ def test_pickle_with_anything_but_tensors_is_refused(tmp_path, content):
 
 
 def test_memory_bombs_and_kills_end_only_the_unpickling_process(tmp_path, capsys, monkeypatch, signals_kept):
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     save_pickled(source, "pytorch_model.bin", lambda own: {"a": T}, _use_new_zipfile_serialization=False)
     file = source / "pytorch_model.bin"
-    small, huge = pickle.dumps(2, 2)[2:-1], pickle.dumps(2 * 10**9, 2)[2:-1]  # elements of the storage
+    # elements of the storage
+    small = pickle.dumps(2, 2)[2:-1]
+    huge = pickle.dumps(2 * 10**9, 2)[2:-1]
     assert file.read_bytes().count(b"cpuq\x06" + small) == 1
     good = file.read_bytes()
     file.write_bytes(good.replace(b"cpuq\x06" + small, b"cpuq\x06" + huge))
@@ -328,7 +335,8 @@ def write_index(folder, weight_map):
 
 
 def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path, capsys):
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     own = save_pickled(source, "a.pt")
 
     def refused(told, folder=source):
@@ -391,7 +399,8 @@ def test_heads_in_separate_pickles_are_converted(tmp_path, capsys, signals_kept)
 
 
 def test_init_models_inspects_and_converts_a_policy(tmp_path, capsys, signals_kept):
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     save_tiny(source, "gpt2", "language")
     own = load_file(source / "model.safetensors")
     own["lm_head.weight"] = own["transformer.wte.weight"]  # tied: in a pickle it has both names

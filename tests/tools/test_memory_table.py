@@ -14,7 +14,9 @@ from rlhf_triton.models.modeling import load_reward
 from rlhf_triton.tools import memory_table, run, serve
 from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, model_bytes, token_model
 
-ROWS, PROMPT, RESPONSE = 4, 4, 4
+ROWS = 4
+PROMPT = 4
+RESPONSE = 4
 WITHOUT_EFFECT = "settings without effect in this run: actor.policy.lora_alpha (actor.policy.lora_rank is 0)"
 ON_GPUS = [f"{key}.device=cuda" for key in ("reward", "critic", "actor.policy", "trainer")]
 
@@ -56,7 +58,8 @@ def test_memory_table_matches_the_bytes_of_real_models(tmp_path, family):
     assert actor.weights == roles["reference"].weights == model_bytes(policy)
     assert actor.gradients == 4 * parameters
     assert actor.moments == 8 * parameters
-    critic, reward = roles["critic"], load_reward(tmp_path / "reward").model
+    critic = roles["critic"]
+    reward = load_reward(tmp_path / "reward").model
     assert critic.weights == critic.copies == roles["reward"].weights == model_bytes(reward)
     assert roles["reward"].copies == actor.copies == 0
 

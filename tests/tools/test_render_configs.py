@@ -90,7 +90,9 @@ def test_settings_reach_the_rendered_configs():
         reward={"standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
         run={"dir": "runs/x", "run_id": "name"},
     )
-    critic, reward, train = configs["critic"], configs["reward_model"], configs["critic_train"]
+    critic = configs["critic"]
+    reward = configs["reward_model"]
+    train = configs["critic_train"]
     group = critic.instance_group[0]
     assert (group.count, group.kind, list(group.gpus)) == (3, group.KIND_GPU, [1])
     policy = critic.dynamic_batching.default_queue_policy
@@ -293,7 +295,8 @@ def test_model_and_function_rewards_render_as_an_ensemble():
         mixture = {key: json.loads(parameters(configs[model])[f"reward_{key}"]) for key in ("components", "weights")}
         assert mixture == {"components": ["length", "model", "label"], "weights": [-0.01, 2, 1]}
     # One after the other: each takes what the step before it gives, the checkpoint is the first.
-    parts, order = steps(configs["reward_model"]), ["reward_checkpoint", *sorted(functions, reverse=True)]
+    parts = steps(configs["reward_model"])
+    order = ["reward_checkpoint", *sorted(functions, reverse=True)]
     assert list(parts) == [*order, "reward_mixture"]
     assert all("text_pairs" in parts[name][0] for name in order)
     after = [parts[name][0].get("after_component") for name in order]

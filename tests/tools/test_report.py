@@ -147,7 +147,8 @@ class TestData:
         assert not run.summary.keys() & {"unique_before", "reward_gain_ci95"}
 
     def test_read_jsonl_tolerates_only_a_torn_last_line(self, tmp_path):
-        path, row = tmp_path / "x.jsonl", sample("a", "before", "one\u2028two\x85three", 0.0)
+        path = tmp_path / "x.jsonl"
+        row = sample("a", "before", "one\u2028two\x85three", 0.0)
         path.write_text(json.dumps(row, ensure_ascii=False) + '\n{"a": 2', encoding="utf-8")
         assert read_jsonl(path) == [row]
         for content, message in (('{"a": 1}\n{"a"\n{"a": 3}\n', "line 2"), ("[1]\n", "not a JSON object")):
@@ -187,7 +188,8 @@ class TestData:
         rng = np.random.default_rng(1)
         before = rng.normal(0.0, 5.0, size=400)
         after = before + rng.normal(0.1, 0.5, size=400)
-        half, middle = 1.96 * float(np.std(after - before)) / 20.0, float(np.mean(after - before))
+        half = 1.96 * float(np.std(after - before)) / 20.0
+        middle = float(np.mean(after - before))
         found = interval(before, after)
         assert found == pytest.approx((middle - half, middle + half), abs=0.01)
 
@@ -484,7 +486,8 @@ class TestCommand:
         assert not re.search(words, page)
 
     def test_page_of_a_run_before_and_after_its_first_step_has_no_curves(self, tmp_path):
-        run, run_dir = RecordedRun(tmp_path / "run", steps=1).start(), tmp_path / "run"
+        run = RecordedRun(tmp_path / "run", steps=1).start()
+        run_dir = tmp_path / "run"
         with only_run(run_dir):
             page = page_of(run_dir)
         assert "In progress: no step has ended." in page

@@ -573,7 +573,8 @@ def test_chat_prompts_need_chat_templates_of_policy_and_reward(tmp_path):
         check("other", conversation, logit={"tokens": [1]}, template="{{ response }}{{ metadata.hint }}")
 
 
-PAIR, ODDS = "{model} has 2 labels (BAD, GOOD)", "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"
+PAIR = "{model} has 2 labels (BAD, GOOD)"
+ODDS = "reward.attribute_weights: {{BAD: -1, GOOD: 1}} (the log-odds of GOOD"
 LABELS = {  # names; settings; weights, or what the refusal says
     "one": (["LABEL_0"], [], (None,)),
     "two": (["BAD", "GOOD"], [], [PAIR, ODDS, "reward.attribute_weights: separate (a reward for each)"]),
@@ -693,7 +694,8 @@ def test_rows_must_fit_every_model_that_receives_them(settings, refused, tmp_pat
 @pytest.mark.parametrize(("command", "code"), [("serve", 0), ("run", 130)])
 def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path, checkpoints, monkeypatch):
     """The server is running, but the caller has not received it yet."""
-    path, server = write_yaml(tmp_path, "grpo", "functions", checkpoints), mock.Mock()
+    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
+    server = mock.Mock()
 
     def start(*_, **__):
         signal.raise_signal(signal.SIGTERM)

@@ -105,7 +105,8 @@ def busy(run_dir, *overrides):
 
     The supervisor does not probe a model of this name, so its queue has no other requests.
     """
-    block, begun = run_dir / "block", run_dir / "begun"
+    block = run_dir / "block"
+    begun = run_dir / "begun"
     block.touch()
     waiting = f"open({str(begun)!r}, 'w')\n        while os.path.exists({str(block)!r}): time.sleep(0.02)"
     write_scoring_model(run_dir / "model_repository", "blocking", on_request=waiting)
@@ -244,7 +245,8 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path):
 
 
 def test_log_relay_continues_after_a_rotation(tmp_path):
-    log, ended = tmp_path / "a.log", threading.Event()
+    log = tmp_path / "a.log"
+    ended = threading.Event()
     seen = []
     with log.open("ab", buffering=0) as writer:
         follower = threading.Thread(target=relay_lines, args=(log, ended.is_set, seen.append))

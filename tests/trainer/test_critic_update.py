@@ -105,7 +105,8 @@ def test_clipped_value_loss_matches_hand_computed_values_on_each_side_of_the_cli
 
 def loss_and_gradient(values, *others, clip_value, micro):
     """Add up the micro-batches of `micro` rows; the last tensor is the mask."""
-    leaf, total = values.clone().requires_grad_(), torch.zeros((), dtype=values.dtype)
+    leaf = values.clone().requires_grad_()
+    total = torch.zeros((), dtype=values.dtype)
     for rows in (slice(start, start + micro) for start in range(0, len(values), micro)):
         parts = [tensor[rows] for tensor in (leaf, *others)]
         loss = clipped_value_loss(*parts, clip_value=clip_value, num_tokens=float(others[-1].sum()))
@@ -128,10 +129,12 @@ def test_value_loss_and_gradient_match_a_loop(seed, batch, width, clip_value, mi
     uniform = torch.rand(4, batch, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     values, prev, returns, mask = *uniform[:3], (uniform[3] < 0.7) * uniform[3]
     mask[0] *= seed % 2  # a micro-batch, or all of the batch, may be nothing but padding
-    expected, gradient = 0.0, torch.zeros_like(values)
+    expected = 0.0
+    gradient = torch.zeros_like(values)
     for row, t in mask.nonzero().tolist():
         v, old, r, weight = (float(x[row, t]) for x in (values, prev, returns, mask))
-        plain, clipped = (v - r) ** 2, (min(max(v, old - clip_value), old + clip_value) - r) ** 2
+        plain = (v - r) ** 2
+        clipped = (min(max(v, old - clip_value), old + clip_value) - r) ** 2
         is_clipped = clip_value > 0 and clipped > plain
         expected += 0.5 * weight * (clipped if is_clipped else plain) / float(mask.sum())
         gradient[row, t] = 0 if is_clipped else weight * (v - r) / float(mask.sum())
@@ -162,7 +165,8 @@ def test_critic_update_makes_one_step_per_global_batch_in_order(checkpoint):
     assert reports[0].optimizer_steps == update.trained.optimizer_step == 6
     assert reports[0].lr == settings().optimizer.learning_rate(5, total_steps=1000)
     # Three payloads of 5, 5 and 2 rows are the same three batches.
-    whole, parts = list(split_rows(payload(12))), []
+    whole = list(split_rows(payload(12)))
+    parts = []
     for rows in (whole[:5], whole[5:10], whole[10:]):
         fields = [np.concatenate([getattr(row, name) for row in rows]) for name in ("returns", "prev_values", "mask")]
         lengths = np.array([row.tokens.size for row in rows])
@@ -203,7 +207,8 @@ def test_critic_update_skips_a_non_finite_gradient(checkpoint):
 def test_critic_update_with_only_non_finite_gradients_raises_and_changes_nothing(checkpoint):
     update = CriticUpdate(load_critic(checkpoint), settings())
     update.train(payload(), silent)
-    before, moments = weights(update), copy.deepcopy(update.trained.optimizer.state_dict()["state"])
+    before = weights(update)
+    moments = copy.deepcopy(update.trained.optimizer.state_dict()["state"])
     hook = update.critic.model.score.weight.register_hook(lambda gradient: gradient * math.inf)
     with pytest.raises(FloatingPointError, match="no optimizer step was taken and the weights are unchanged"):
         update.train(payload(seed=1), silent)

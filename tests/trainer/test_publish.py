@@ -224,7 +224,8 @@ class Publication:
     """A version to publish, and the records that instances write at each poll of the publisher."""
 
     def __init__(self, store, reload="swap"):
-        self.critic, self.store = load_on_cpu(store.folder(0)), store
+        self.critic = load_on_cpu(store.folder(0))
+        self.store = store
         self.publisher = publisher_of(store, reload)
         self.canary = self.critic.values([canary_row(self.critic)])[0].tolist()
         self.manifest = store.add(self.critic.write, step=1, canary=self.canary, **ABOUT)

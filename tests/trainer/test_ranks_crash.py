@@ -54,8 +54,10 @@ class Job:
             )
         )
         self.path, config = path, load_config(path)
-        self.journal, self.store = Journal(config.run.journal_dir, "run"), WeightsStore(config.run.weights_dir)
-        self.log, self.checkpoints = folder / "sidecar.log", config.run.dir / "checkpoints" / "critic"
+        self.journal = Journal(config.run.journal_dir, "run")
+        self.store = WeightsStore(config.run.weights_dir)
+        self.log = folder / "sidecar.log"
+        self.checkpoints = config.run.dir / "checkpoints" / "critic"
         self.served = Follower(self.store, "critic_0", load=self._load, swaps=True, log_error=print)
         self.start()
 
@@ -136,7 +138,8 @@ def staging(job):
 
 
 def test_killed_ranks_do_not_change_the_sidecars_results(make):
-    calm, rough = make("calm"), make("rough")
+    calm = make("calm")
+    rough = make("rough")
     expected = calm.answers(*(calm.send(step) for step in range(1, STEPS + 1)))
     entries = [rough.send(1)]
     rough.answers(*entries)
@@ -160,7 +163,8 @@ def test_killed_ranks_do_not_change_the_sidecars_results(make):
     assert rough.served.version.number == STEPS
     assert (calm.stop(), rough.stop()) == (0, 0)
     for path in (calm.checkpoints / str(STEPS)).glob("*.safetensors"):
-        ours, theirs = load_file(path), load_file(rough.checkpoints / str(STEPS) / path.name)
+        ours = load_file(path)
+        theirs = load_file(rough.checkpoints / str(STEPS) / path.name)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 

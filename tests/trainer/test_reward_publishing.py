@@ -28,7 +28,8 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory, checkpoint):
     """Return pairs that the checkpoint ranks without a mistake."""
-    reward, tokenizer = load_reward(checkpoint), make_tokenizer()
+    reward = load_reward(checkpoint)
+    tokenizer = make_tokenizer()
 
     def score(text):
         return float(reward.score([np.asarray(tokenizer(text)["input_ids"])])[0, 0])
@@ -104,7 +105,8 @@ def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_b
     assert capsys.readouterr().out.count("good") == 3
     assert run.tool("list") == 0
     lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()[1:]]
-    first, published = str(run.config.reward.model), str(new)
+    first = str(run.config.reward.model)
+    published = str(new)
     assert lines == [["0", "0", "-", first], ["1", "0", "0", published], ["2", "0", "0", "-"]]
 
 

@@ -238,7 +238,8 @@ def test_versions_published_by_two_ranks_are_whole_checkpoints_and_verified(two_
     assert all("differs from the trained weights" in message for message in versions[3:])
     assert "is damaged: its digest" in damaged
     store = WeightsStore(root / "store")
-    first, second = store.manifest(1), store.manifest(2)
+    first = store.manifest(1)
+    second = store.manifest(2)
     assert (first.digest, first.files) == (second.digest, second.files)
     assert sorted(first.files) == [
         "config.json",

@@ -85,10 +85,8 @@ def test_rewind_publishes_a_step_that_publish_every_2_held_back(make, straight):
 
 def test_rewind_with_adapters_serves_old_weights_under_a_new_version(make):
     settings = {"lora_rank": 2, "precision": "bfloat16", "gradient_checkpointing": True}
-    calm, rig = (
-        make("calm", publish={"keep": 100}, **settings),
-        make(publish={"format": "adapter", "keep": 1}, **settings),
-    )
+    calm = make("calm", publish={"keep": 100}, **settings)
+    rig = make(publish={"format": "adapter", "keep": 1}, **settings)
     for each in (calm, rig):
         each.begin().train(1, 2)
     rig.save()
@@ -132,10 +130,12 @@ def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkey
 
 def watch(rig, patch, owner, name):
     """Make each call of `owner.name` last until a heartbeat or PATIENCE_S; return for each call whether one came."""
-    original, seen = getattr(owner, name), []
+    original = getattr(owner, name)
+    seen = []
 
     def slow(*args, **kwargs):
-        before, give_up_at = rig.journal.heartbeat(), time.monotonic() + PATIENCE_S
+        before = rig.journal.heartbeat()
+        give_up_at = time.monotonic() + PATIENCE_S
         while rig.journal.heartbeat() == before and time.monotonic() < give_up_at:
             time.sleep(0.01)
         seen.append(rig.journal.heartbeat() != before)
@@ -162,7 +162,8 @@ def test_heartbeat_continues_while_the_sidecar_loads_or_prunes(rig, monkeypatch)
         )
         assert rig.start().train(3)[0].error is None
         assert all(map(len, (loads, reads, restores)))
-        loaded, read = len(loads), len(reads)
+        loaded = len(loads)
+        read = len(reads)
         assert rig.rewind(2).error is None
         assert len(loads) > loaded
         assert len(reads) > read
@@ -228,7 +229,8 @@ def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, strai
 
 
 def test_rejected_versions_and_bad_gradients_fail_only_their_step(make, straight):
-    rig, port = make(), free_port()
+    rig = make()
+    port = free_port()
     rig.config = rig.config.model_copy(update={"monitoring": MonitoringSection(trainer_port=port)})
     instance = rig.serve()
     instance.refuses = {2}
@@ -317,7 +319,8 @@ def test_out_of_memory_halves_the_sidecars_micro_batches(rig, straight, gpu):
 @pytest.mark.parametrize("fits_later", [False, True])
 def test_batches_skipped_for_memory_are_skipped_in_a_replay(rig, straight, gpu, fits_later):
     """One of two optimizer steps of step 3, and all of step 2."""
-    some, whole = of_step(3, sequences=slice(BATCH)), of_step(2)
+    some = of_step(3, sequences=slice(BATCH))
+    whole = of_step(2)
     gpu["lacks"] = lambda rows: some(rows) or whole(rows)
     first, second, third = rig.train(1, 2, 3)
     assert (first.error, second.weights_version, second.loss_mean) == (None, 1, None)

@@ -92,12 +92,14 @@ class Disturbed(RuleBasedStateMachine):
         self.armed = {write: [] for write in WRITES + FULL_TOO * (not self.killed)}
         for owner, name in self.armed:
             self.patch.setattr(owner, name, self.failing(owner, name))
-        self.step, self.asked = 0, set()
+        self.step = 0
+        self.asked = set()
         self.trained = []
         self.published = [0]  # the step of each version
 
     def failing(self, owner, name):
-        original, armed = getattr(owner, name), self.armed[owner, name]
+        original = getattr(owner, name)
+        armed = self.armed[owner, name]
 
         def disturbed(*args, **kwargs):
             when = armed.pop(0) if armed else None
@@ -180,7 +182,8 @@ class Disturbed(RuleBasedStateMachine):
         else:  # killed while it publishes, it publishes once more
             assert new >= 1 if self.killed else new == 1
         self.published += [target] * new
-        self.step, self.asked = target, {asked for asked in {*self.asked, target} if 0 < asked <= target}
+        self.step = target
+        self.asked = {asked for asked in {*self.asked, target} if 0 < asked <= target}
         assert self.rig.journal.last_step() == target
 
     @rule(damage=st.sampled_from([None, *DAMAGE]))
@@ -605,7 +608,9 @@ def test_disk_probe_returns_the_error_and_leaves_no_file(disk):
 
 def test_curable_disk_errors_are_retried_and_reported(caplog):
     shown = []
-    timed_out, not_empty = OSError(errno.ETIMEDOUT, "Timed out"), OSError(errno.ENOTEMPTY, "Not empty")  # of NFS
+    # of NFS
+    timed_out = OSError(errno.ETIMEDOUT, "Timed out")
+    not_empty = OSError(errno.ENOTEMPTY, "Not empty")
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "model.safetensors")
     attempts = iter([OSError(errno.EROFS, "Read-only file system"), timed_out, not_empty, None, missing])
 

@@ -119,7 +119,8 @@ def merged_by_peft(update):
 
 def test_bfloat16_critic_computes_its_body_in_bfloat16_and_head_in_float32(tmp_path):
     update = build(make_store(tmp_path), **BFLOAT16)
-    head, seen = ModelHead(update.critic.model).module, {}
+    head = ModelHead(update.critic.model).module
+    seen = {}
     body = update.critic.model.model.layers[0].mlp.down_proj
     head.register_forward_hook(lambda _, inputs, output: seen.update(head=output.dtype))
     body.register_forward_hook(lambda _, inputs, output: seen.update(body=output.dtype))
@@ -164,7 +165,8 @@ FROZEN = {  # of llama: what is frozen, and what has no gradient for lack of oth
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_critic_parameters_are_bit_identical_after_ten_steps(tmp_path, case):
     """In memory, in the version that is published, and in a checkpoint; all others have moved."""
-    store, changes = make_store(tmp_path), FROZEN[case]
+    store = make_store(tmp_path)
+    changes = FROZEN[case]
     update = build(store, **changes)
     named = dict(update.critic.model.named_parameters())
     start = {name: p.detach().clone() for name, p in named.items()}

@@ -33,7 +33,8 @@ class Peak(threading.Thread):
 
     def __init__(self):
         super().__init__(daemon=True)
-        self._before, self._most = anonymous(), 0
+        self._before = anonymous()
+        self._most = 0
         self.start()
 
     def run(self):
@@ -43,7 +44,8 @@ class Peak(threading.Thread):
 
     def take(self):
         """Return the rise since the last call."""
-        most, self._most = max(self._most, anonymous()), 0
+        most = max(self._most, anonymous())
+        self._most = 0
         return most - self._before
 
 
@@ -57,7 +59,9 @@ def kept_bytes(policy):
 def beside_what_it_keeps(ranks, folder, others):
     """Return the peak bytes per parameter beyond what the rank keeps: before and after it shards the policy."""
     section = actor_section(model=folder, max_new_tokens=6, prompts_max_tokens=8, **others)
-    peak, peaks, shard = Peak(), [], loading.shard
+    peak = Peak()
+    peaks = []
+    shard = loading.shard
 
     def watched(*arguments, **settings):
         peaks.append(peak.take())

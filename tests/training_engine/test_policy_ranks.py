@@ -37,7 +37,9 @@ from rlhf_triton.training_engine.ranks import ALONE, Ranks
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
-LENGTHS, PROMPT, UPDATES = [9, 4, 12, 7, 5, 10, 6], 3, 5
+LENGTHS = [9, 4, 12, 7, 5, 10, 6]
+PROMPT = 3
+UPDATES = 5
 SPOILED = 99  # seed of a rollout that fails on rank 1
 GROUPS = {"algorithm_name": "grpo", "responses_per_prompt": 7, "rollout_size": 7}
 CASES = {
@@ -103,7 +105,8 @@ def trained(ranks, folder, case, dtype):
         if dtype == torch.float64:
             policy_module.load_model = load
     found = {"gradients": gradients(policy, update), "stats": [], "distance": 0.0}
-    tokens, lengths = batch_of(0).tokens, batch_of(0).lengths
+    tokens = batch_of(0).tokens
+    lengths = batch_of(0).lengths
     for step in range(UPDATES):
         found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1))
         policy.renew_sampler()
@@ -140,7 +143,9 @@ def session(ranks, folder, case, **others):
     policy, update = begin(ranks, config)
     if policy is None:
         return None
-    root, ended, found = folder / f"written by {policy.ranks.size}, {case}", [], {}
+    root = folder / f"written by {policy.ranks.size}, {case}"
+    ended = []
+    found = {}
     for step in (1, 2):
         policy.renew_sampler()
         ended.append(0)
@@ -153,7 +158,8 @@ def session(ranks, folder, case, **others):
         update.run(batch_of(step), seed=step, kl_coef=0.1)
     policy.save(root / "policy")
     policy.renew_sampler()
-    found["weights at the end"], found["ended"] = weights_of(policy), ended
+    found["weights at the end"] = weights_of(policy)
+    found["ended"] = ended
     load_checkpoint(root, 2, states(policy))  # on all ranks, at the place in the schedule
     update.run(batch_of(2), seed=2, kl_coef=0.1)
     policy.renew_sampler()
@@ -190,7 +196,8 @@ def give_up(*_):
 
 def gives_up(ranks, folder):
     """Give up a job that rank 1 responds to slowly; return the next one's tokens, or the jobs that rank 1 answers."""
-    answered, lanes = [], []
+    answered = []
+    lanes = []
     if isinstance(ranks, Ranks) and ranks.rank:
         follow = OtherSamplers.follow
         decode = Decoder._decode_step
@@ -300,12 +307,14 @@ def test_other_ranks_end_the_responses_that_rank_0_gives_up(folder):
 def test_float32_update_on_ranks_is_near_one_process_and_bit_identical_when_repeated(folder):
     cases = ["ppo", "bfloat16"]
     results = on_ranks(2, all_cases, folder, trained, [(case, torch.float32) for case in cases * 2])[0]
-    found, again = results[: len(cases)], results[len(cases) :]
+    found = results[: len(cases)]
+    again = results[len(cases) :]
     assert largest(found[0]["weights"], trained(ALONE, folder, "ppo", torch.float32)["weights"]) <= 1e-5
     for one, other in zip(found, again, strict=True):
         assert largest(one["weights"], other["weights"]) == 0
         assert one["stats"] == other["stats"]
-    (first, *_), norm = trained(ALONE, folder, "bfloat16", torch.float32)["stats"], "train_optim/grad_norm"
+    (first, *_) = trained(ALONE, folder, "bfloat16", torch.float32)["stats"]
+    norm = "train_optim/grad_norm"
     assert found[1]["stats"][0][norm] == pytest.approx(first[norm], rel=0.02)
 
 
@@ -315,7 +324,8 @@ def test_float32_update_on_ranks_is_near_one_process_and_bit_identical_when_repe
 )
 def test_generation_and_resume_on_ranks_match_one_process(folder, size, case):
     """Generates the same responses, and resumes from its own checkpoint bit for bit."""
-    one, (found, *_) = session(ALONE, folder, case), on_ranks(size, session, folder, case)
+    one = session(ALONE, folder, case)
+    (found, *_) = on_ranks(size, session, folder, case)
     assert found["ended"] == one["ended"] == [len(PROMPTS)] * 2
     assert largest(found["weights at the end, resumed"], found["weights at the end"]) == 0
     assert found["failure"].startswith("rank 1: the policy's logits are not finite, so no token can be sampled; check")
@@ -334,7 +344,8 @@ def test_generation_and_resume_on_ranks_match_one_process(folder, size, case):
 @pytest.mark.parametrize("template", ["keeps replies", "changes replies"])
 def test_conversations_on_ranks_match_one_process(folder, template):
     """Also where a template changes replies, so that each turn begins a row."""
-    one, (found, _) = conversations(ALONE, folder / template), on_ranks(2, conversations, folder / template)
+    one = conversations(ALONE, folder / template)
+    (found, _) = on_ranks(2, conversations, folder / template)
     rows = [row for conversation in one for row in conversation]
     for ours, theirs in zip((row for conversation in found for row in conversation), rows, strict=True):
         assert ours.pop("logprobs") == pytest.approx(theirs.pop("logprobs"), abs=1e-4)

@@ -71,7 +71,8 @@ def loss_of(trained, rows):
 
 def test_restored_model_continues_bit_identically(tmp_path, kind):
     """Also from a checkpoint before the first step, when the optimizer has no state; in the schedule, too."""
-    one, other = linear(kind=kind), linear(1, kind=kind)
+    one = linear(kind=kind)
+    other = linear(1, kind=kind)
     for steps in (0, 2):
         train(one, steps) if steps else None
         one.save(tmp_path / str(steps))
@@ -110,7 +111,8 @@ def test_accumulate_gives_the_same_gradients_for_any_token_budget():
     ],
 )
 def test_resume_lists_changed_settings_and_refuses_fixed_ones(setting, value, changed):
-    saved, trained = linear().settings, linear(**{setting: value})
+    saved = linear().settings
+    trained = linear(**{setting: value})
     assert linear().changed(saved, Path("5")) == []
     if changed is None:
         with pytest.raises(CheckpointError, match=rf"^5 was saved with trainer\.{setting}: .*; restore it"):

@@ -194,7 +194,9 @@ def _literal(value: Any) -> str | None:
 
 def _names_in(code: CodeType) -> tuple[set[str], set[str], frozenset[str]]:
     """Return the global names that the code reads, those that it stores, and all attributes that it uses."""
-    used, stored, attributes = set[str](), set[str](), set[str]()
+    used = set[str]()
+    stored = set[str]()
+    attributes = set[str]()
     pending = [code]
     for each in pending:
         pending += [inner for inner in each.co_consts if isinstance(inner, CodeType)]

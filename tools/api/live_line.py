@@ -36,7 +36,8 @@ class LiveLine:
 
     def keep(self, text: str) -> None:
         """Print a line that stays, above the one that is replaced."""
-        shown, self._shown = self._shown, ""
+        shown = self._shown
+        self._shown = ""
         clear = "\r\x1b[K" if self._is_terminal else ""
         print(f"{clear}{text}", file=sys.stderr, flush=True)
         if self._is_terminal and shown:

@@ -232,7 +232,8 @@ class Run:
         drawn = pictures(run)
         if not drawn:
             raise RlhfError(f"{self.path} has no curves yet: these need two steps")
-        picture, num_rows = StringIO(), math.ceil(len(drawn) / 2)
+        picture = StringIO()
+        num_rows = math.ceil(len(drawn) / 2)
         with figure_of(picture, (12, 3.5 * num_rows)) as figure:
             for position, (_, draw) in enumerate(drawn, start=1):
                 draw(figure.add_subplot(num_rows, 2, position), run)
@@ -252,7 +253,8 @@ class Run:
 
         Raises RlhfError with the run's error if it fails meanwhile.
         """
-        process, log = _started.get(self.path), NewLines(self.log_path)
+        process = _started.get(self.path)
+        log = NewLines(self.log_path)
         written = self._log_changed()
         with LiveLine() as line:
             while True:

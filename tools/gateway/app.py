@@ -105,7 +105,8 @@ class RequestGuard:
     """
 
     def __init__(self, app: ASGIApp, *, key: str | None) -> None:
-        self._app, self._key = app, key
+        self._app = app
+        self._key = key
         self._room = Room(MAX_BODY_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,7 +137,10 @@ class RequestGuard:
 
     async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:
         """Return the body. Raises HttpError if it is late or exceeds a limit; `size`: as the client declares it."""
-        body, has_room, more, clock = bytearray(), False, True, asyncio.get_running_loop().time
+        body = bytearray()
+        has_room = False
+        more = True
+        clock = asyncio.get_running_loop().time
         deadline = clock() + BODY_S
         while more:
             try:
@@ -151,7 +155,8 @@ class RequestGuard:
                 await reserved.enter_async_context(self._room.reserved(size or limit))
                 if (size or limit) > COLLECTED_BYTES:  # what was parsed is in cycles, and would stay beside the next
                     reserved.callback(gc.collect)
-                has_room, deadline = True, clock() + BODY_S
+                has_room = True
+                deadline = clock() + BODY_S
         if _num_items(body) > MAX_ITEMS:
             raise HttpError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
         return bytes(body)

@@ -95,7 +95,9 @@ async def serve(config: RunConfig) -> None:
     from rlhf_triton.tools.gateway.app import create_app
     from rlhf_triton.tools.gateway.policy import policy_routes
 
-    settings, client, sources = config.gateway, None, list[str]()
+    settings = config.gateway
+    client = None
+    sources = list[str]()
     if settings.policy:
         sources.append(f"the policy for agents from {', '.join(settings.policy.servers)}")
     if not settings.policy or config.rewards or "reward.model" in config.written:

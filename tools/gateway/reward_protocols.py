@@ -135,7 +135,8 @@ class RewardsRequest(ScoredBody):
 
     def reply(self, found: Results) -> dict[str, Any]:
         """Return one entry per row in each list. Raises HttpError only if no server could score any row in time."""
-        results, names = found.rows, found.served.components
+        results = found.rows
+        names = found.served.components
         if all(result.status in UNAVAILABLE for result in results):
             check_all(results, "inputs")
         return {
@@ -255,7 +256,8 @@ class ClassifyRequest(PoolingRequest):
 
     def reply(self, found: Results) -> dict[str, Any]:
         """Return scores, and the name of the most likely label if there is one score for each."""
-        labels, data = found.served.labels, []
+        labels = found.served.labels
+        data = []
         for i, probs in enumerate(self.scores(found, "input")):
             label = labels[probs.index(max(probs))] if len(probs) == len(labels) else None
             data.append({"index": i, "label": label, "probs": [*probs], "num_classes": len(probs)})

@@ -36,7 +36,8 @@ class Conversation:
         if "turns" not in row:
             return None
         # The last turns of the policy are those of the row; others before them are trained in other rows.
-        left, messages = sum(message["role"] == "assistant" for message in row["turns"]), list[ShownMessage]()
+        left = sum(message["role"] == "assistant" for message in row["turns"])
+        messages = list[ShownMessage]()
         columns = [row["turn_rewards"][::-1], row.get("turn_values", [])[::-1], row.get("turn_tokens", [])[::-1]]
         for message in row["turns"]:
             if message["role"] == "assistant":

@@ -12,7 +12,8 @@ from rlhf_triton.tools.report.data import COMPONENT, PHASES, RunRecord, componen
 
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
-REWARD, KL = "train_rollouts/rewards", "train_rollouts/init_policy_kl_per_sequence"
+REWARD = "train_rollouts/rewards"
+KL = "train_rollouts/init_policy_kl_per_sequence"
 MARKED = 40  # the points of longer lines are not marked
 STYLE = {
     "axes.titleweight": "bold",

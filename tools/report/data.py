@@ -88,7 +88,8 @@ def read_pairs(run_dir: Path) -> list[Pair]:
     sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
     for row in each_line(path, required=True):
         sides[row["when"]][row["prompt_id"]] = row
-    before, after = sides["before"], sides["after"]
+    before = sides["before"]
+    after = sides["after"]
     # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
     stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
     glue = " " if stripped else ""

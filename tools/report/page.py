@@ -106,7 +106,8 @@ def state(run: RunRecord) -> str | None:
     """Return a sentence about the progress of an unfinished run; None for a finished one."""
     if run.is_finished:
         return None
-    steps, total = run.summary["steps"], run.settings.get("actor.steps")
+    steps = run.summary["steps"]
+    total = run.settings.get("actor.steps")
     done = f"step {steps}{f' of {total}' if total else ''}" if steps else "no step"
     return (
         f"In progress: {done} has ended." if run.in_progress else f"The run stopped before its end: {done} has ended."
@@ -149,7 +150,8 @@ def ends(run: RunRecord, key: str) -> dict[str, Any] | None:
     count = max(1, len(values) // 10)
     if len(values) < 2 * count:
         return None
-    first, last = statistics.fmean(values[:count]), statistics.fmean(values[-count:])
+    first = statistics.fmean(values[:count])
+    last = statistics.fmean(values[-count:])
     return {"first": first, "last": last, "part": "tenth of the steps" if count > 1 else "step"}
 
 

@@ -103,7 +103,8 @@ def _shown_sample(row: Any, advantages: np.ndarray, old: np.ndarray | None, *, t
         advantages: `[n - 1]`.
         old: log-probs `[n - 1]` under the policy before the update; None if they are unknown.
     """
-    first, size = len(row.prompt.tokens), len(row.tokens)
+    first = len(row.prompt.tokens)
+    size = len(row.tokens)
     messages = row.prompt.metadata.get(MESSAGES_KEY)
     prompt = str(messages[-1]["content"]) if messages else row.prompt.text
     tokens = list[ShownToken]()

@@ -218,10 +218,12 @@ class ServerHealth:
         if len(processes) < watched.num_instances:
             left = f"{len(processes)} of its {watched.num_instances} processes are left"
             raise ControlPlaneError(f"{model}: {left}", Failure.DIED)
-        before, watched.metrics = watched.metrics, metrics
+        before = watched.metrics
+        watched.metrics = metrics
         if metrics[LOST] > before.get(LOST, math.inf):
             raise ControlPlaneError(f"a process of {model} has lost its device or a rank", Failure.UNUSABLE)
-        has_answered, has_failed = metrics[ANSWERED] != before[ANSWERED], metrics[FAILED] > before[FAILED]
+        has_answered = metrics[ANSWERED] != before[ANSWERED]
+        has_failed = metrics[FAILED] > before[FAILED]
         is_idle = not (has_answered or has_failed or watched.silence.missed)
         has_scored = has_answered and metrics[FORWARDS] != before[FORWARDS]
         if not has_scored and not (is_idle and time.monotonic() < watched.probe_at):
@@ -288,7 +290,8 @@ def _is_stopped(processes: Sequence[psutil.Process]) -> bool:
 
 def _runs(processes: Sequence[psutil.Process]) -> bool:
     """Return whether the processes are being scheduled; True if the kernel does not count context switches."""
-    before, deadline = _switches(processes), time.monotonic() + PULSE_S
+    before = _switches(processes)
+    deadline = time.monotonic() + PULSE_S
     while before and _switches(processes) == before:
         if time.monotonic() > deadline:
             return False

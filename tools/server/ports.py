@@ -19,7 +19,8 @@ EVERY = "0.0.0.0"
 
 def server_urls(config: RunConfig) -> dict[str, str]:
     """Return the URLs `http`, `grpc` and `metrics` of the run's server: as it wrote them, else as configured."""
-    section, written = config.server, read_json(config.server_dir / "server.json") or {}
+    section = config.server
+    written = read_json(config.server_dir / "server.json") or {}
     return {"http": section.http_url, "grpc": section.grpc_url, "metrics": section.metrics_url, **written}
 
 

@@ -184,7 +184,8 @@ class TritonServer:
         """
         self.home = home
         self.repository = repository
-        self._given, self.section = section, with_free_ports(section)
+        self._given = section
+        self.section = with_free_ports(section)
         self.log_path = log_path
         self._backends = backends
         self._control_key = control_key
@@ -222,7 +223,8 @@ class TritonServer:
         for prefix in remove_abandoned():
             self._log(f"removed the shared memory {prefix}* of a server that was killed")
         compile_ahead(self.repository)
-        environment, lock = server_environment(self.home), self._regions.lock()
+        environment = server_environment(self.home)
+        lock = self._regions.lock()
         command = self._command()
         self._child = Child("tritonserver", command, self.log_path, environment, command=(), inherits=[lock])
         self._follower = threading.Thread(
@@ -253,7 +255,9 @@ class TritonServer:
                 raise
             self._log(f"{fault}\nstarting it once more")
             self.stop()
-            self._child, self._stopping, self._regions = None, False, Regions()
+            self._child = None
+            self._stopping = False
+            self._regions = Regions()
             self.section = with_free_ports(self._given)
             self.start()
             self._wait_ready(check)
@@ -408,7 +412,9 @@ def _hide_argument(pid: int, secret: str) -> None:
     """
     with contextlib.suppress(OSError):  # if the kernel forbids it, the key stays visible in the process list
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+        # arg_start and arg_end, see proc(5)
+        start = int(fields[45])
+        end = int(fields[46])
         with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
             memory.seek(start)
             arguments = memory.read(end - start)

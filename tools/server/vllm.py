@@ -90,7 +90,8 @@ class VllmServer:
 
 def vllm_arguments(config: RunConfig, url: str) -> list[str]:
     """Return the arguments of `vllm` that serve the policy of a run at `url`."""
-    policy, generation = config.actor.policy, config.actor.generation
+    policy = config.actor.policy
+    generation = config.actor.generation
     longest, _ = config.longest_row
     host, _, port = url.rpartition(":")
     limit = next(limit for limit in RANK_LIMITS if limit >= policy.lora_rank)

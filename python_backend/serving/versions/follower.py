@@ -66,7 +66,8 @@ class Follower:
         self._rollback = f"`rlhf-triton weights rollback --model {name}` serves an older version"
         self._swaps = swaps
         self._log_error = log_error
-        self._count, self._freed = count, freed
+        self._count = count
+        self._freed = freed
         self.changed: Callable[[], None] = lambda: None
         """Called after a version was swapped in or rejected."""
         self._replaced: weakref.ref[Version] | None = None  # the previously served version, until it is freed
@@ -190,7 +191,8 @@ class Follower:
         """Serve version `number`, or record why this instance rejects it and keep serving the old one."""
         if self._record.rejected == number:  # already recorded; the sidecar moves CURRENT back
             return
-        start, previous = time.monotonic(), self.version.number
+        start = time.monotonic()
+        previous = self.version.number
         if self._staged is None or (self._staged.number, self._staged.stamp) != (number, self._file_stamp(number)):
             self._unusable.pop(number, None)  # an earlier attempt may have read an incomplete file: try again
             self._stage(number)

@@ -148,7 +148,8 @@ async def test_missing_demanded_version_raises_at_the_deadline_with_both_version
 
 @pytest.mark.usefixtures("no_budget")
 async def test_request_fails_over_from_a_server_that_lacks_the_demanded_version():
-    behind, other = FakeTriton(lambda *_: "behind"), FakeTriton()
+    behind = FakeTriton(lambda *_: "behind")
+    other = FakeTriton()
     async with behind, other, client_of(behind, other, retries=0) as client:
         for _ in range(4):
             await client.score(ROWS, ("values",), versions=NEWER)

@@ -29,7 +29,9 @@ def attempts(retries, *, budget=None, **settings):
 
 
 def test_retry_budget_is_bounded_and_refilled_per_request():
-    budget, spent, reserve = RetryBudget(10), 0, 10
+    budget = RetryBudget(10)
+    spent = 0
+    reserve = 10
     for _ in range(1000):  # the first is earned into a full bucket
         budget.earn()
         while budget.spend():
@@ -64,7 +66,8 @@ def test_attempts_spend_the_retry_budget_only_for_pauses(failures, retries, rese
 
 def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch):
     monkeypatch.setattr(retry, "BACKOFF_S", 1.0)
-    one, longest = attempts(20), [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    one = attempts(20)
+    longest = [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
     assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
     firsts = {attempts(1).pause_s(BUSY, "here:1") for _ in range(20)}
@@ -101,7 +104,9 @@ def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch)
 )
 async def test_training_requests_are_sent_in_order(script):
     """Each step of the script is an event and the attempts so far, in the order in which they were sent."""
-    queue, sent, writer = TrainingQueue(), [], ["one"]
+    queue = TrainingQueue()
+    sent = []
+    writer = ["one"]
     orders = {}
     tasks = {}
 
@@ -359,7 +364,8 @@ async def test_dns_outage_removes_no_server_and_is_logged_once(monkeypatch, capl
         names.hosts = ("10.0.0.1", "10.0.0.2")
         await servers.take()
         for _ in range(2):
-            names.hosts, names.asked = (), 0
+            names.hosts = ()
+            names.asked = 0
             await until(lambda: names.asked >= 3)
             assert len(servers.servers) == 3
             names.hosts = ("10.0.0.1", "10.0.0.2")

@@ -70,7 +70,9 @@ def _key() -> str:
 
 
 def _compile(folder: Path) -> None:
-    compiler, headers, torch = shutil.which("g++"), Path(sysconfig.get_path("include")), torch_folder()
+    compiler = shutil.which("g++")
+    headers = Path(sysconfig.get_path("include"))
+    torch = torch_folder()
     if compiler is None:
         raise BuildError(
             "The simulated device needs the compiler g++, which is not on the PATH (Debian: apt install g++)."

@@ -13,7 +13,8 @@ NAME = "simnccl"
 def install_nccl() -> None:
     """Register the backend, and make `torch.distributed` choose it where `nccl` is named."""
     dist.Backend.register_backend(NAME, _create, devices=["cuda"])
-    join, new_group = c10d.init_process_group, c10d.new_group
+    join = c10d.init_process_group
+    new_group = c10d.new_group
 
     def init_process_group(backend=None, *args, **kwargs):
         kwargs.pop("device_id", None)  # joins NCCL's communicator early, and gloo has none

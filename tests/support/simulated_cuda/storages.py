@@ -8,7 +8,9 @@ from torch.storage import UntypedStorage
 
 def install_storages() -> None:
     """Let `clone`, `cpu` and `resize_` work on storages of the GPUs."""
-    clone, cpu, resize = UntypedStorage.clone, UntypedStorage.cpu, UntypedStorage.resize_
+    clone = UntypedStorage.clone
+    cpu = UntypedStorage.cpu
+    resize = UntypedStorage.resize_
 
     def cloned(storage):
         return _bytes_of(storage).clone().untyped_storage() if storage.is_cuda else clone(storage)
@@ -22,7 +24,9 @@ def install_storages() -> None:
         simcuda.resize_storage(_bytes_of(storage), num_bytes)
         return storage
 
-    UntypedStorage.clone, UntypedStorage.cpu, UntypedStorage.resize_ = cloned, on_host, resized
+    UntypedStorage.clone = cloned
+    UntypedStorage.cpu = on_host
+    UntypedStorage.resize_ = resized
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -28,7 +28,9 @@ class Tensor:
 class TritonError:
     """A message and its code."""
 
-    INTERNAL, INVALID_ARG, UNAVAILABLE = "INTERNAL", "INVALID_ARG", "UNAVAILABLE"
+    INTERNAL = "INTERNAL"
+    INVALID_ARG = "INVALID_ARG"
+    UNAVAILABLE = "UNAVAILABLE"
 
     def __init__(self, message: str, code: str) -> None:
         try:
