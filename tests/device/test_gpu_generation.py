@@ -153,10 +153,11 @@ def test_sampling_thread_uses_the_ranks_gpu():
             self.found.append(torch.cuda.current_device())
             raise RankLost
 
-    thread = threading.Thread(target=_follow_sampling, args=(Sampling(), 1))
+    sampling = Sampling()
+    thread = threading.Thread(target=_follow_sampling, args=(sampling, 1))
     thread.start()
     thread.join()
-    assert Sampling.found == [2]
+    assert sampling.found == [2]
 
 
 def test_actor_threads_use_the_policys_gpu(checkpoint):
