@@ -73,19 +73,19 @@ def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
     return found
 
 
-def find_sampled(folder: Path, step: int, *, first: int, ahead: int, sampling: str) -> list[StoredRecord]:
-    """Return the groups that were sampled for steps after the checkpoint of `step`.
+def find_sampled(folder: Path, step: int, *, first: int, ahead: int, sampling: str) -> list[tuple[int, StoredRecord]]:
+    """Return the groups that were sampled for steps after the checkpoint of `step`, each after its folder's number.
 
     Args:
         first: number of the first group that is not trained.
         ahead: `actor.max_off_policy_steps`.
         sampling: digest of what decides how responses are sampled.
     """
-    groups = dict[int, StoredRecord]()
+    groups = dict[int, tuple[int, StoredRecord]]()
     for kept in numbers_in(folder):
         for _, record in read_records(folder, kept) if kept >= step - ahead else ():
             header = record.header
             is_needed = header["kind"] == SAMPLED and header["number"] >= first and header["sampling"] == sampling
             if is_needed and "versions" in record.arrays and int(record.arrays["versions"].max()) <= step:
-                groups[header["number"]] = record
+                groups[header["number"]] = (kept, record)
     return [*groups.values()]

@@ -75,7 +75,7 @@ class SampleJournal:
             "sources": {"policy": state.policy.fingerprint, **state.inputs.fingerprints},
         }
         self._sampling = json_digest(decisive)
-        self._sampled: list[StoredRecord] = []  # by an earlier process, and not trained
+        self._saved: list[StoredRecord] = []  # groups in flight, which `resume` copies from folders that it deletes
         self._pending: list[Future[None]] = []
         self._log: RecordLog | None = None
 
@@ -83,8 +83,8 @@ class SampleJournal:
         """Continue after `step`; delete what is recorded of later steps, except what `sampled` has returned."""
         self._step = step
         self._log = RecordLog(self._folder)
-        if self._sampled:
-            self._log.append(step, lambda: self._sampled).result()
+        if self._saved:
+            self._log.append(step, lambda: self._saved).result()
         self._log.remove(lambda recorded: recorded > step)
 
     def add_groups(self, step: int, groups: Sequence[Group]) -> None:
@@ -112,10 +112,12 @@ class SampleJournal:
             return {}
         first = self._state.inputs.positions[step].prompts
         try:
-            self._sampled = find_sampled(self._folder, step, first=first, ahead=self._ahead, sampling=self._sampling)
+            groups = find_sampled(self._folder, step, first=first, ahead=self._ahead, sampling=self._sampling)
         except RlhfError as error:
             logger.warning("%s; groups that were in flight are sampled again", error)
-        return {record.header["number"]: (record.header["seed"], group_of(record)) for record in self._sampled}
+            return {}
+        self._saved = [record for kept, record in groups if kept > step]
+        return {record.header["number"]: (record.header["seed"], group_of(record)) for _, record in groups}
 
     def add_step(self, step: int, results: StepResults) -> None:
         """Record a step after its update. The weights must not change meanwhile."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from live_system import make_run
 from safetensors.torch import load_file
+from samples import groups_of, scored_samples
 from sidecar_rig import Instance
 from simulated_journal import simulate
 from test_loop import PPO, Server, go, make_ppo
@@ -142,8 +143,9 @@ def journal_of(run_dir, **actor):
     config = load_config(run_dir / "run.yaml")
     run = config.run.model_copy(update={"dir": run_dir})
     config = config.model_copy(update={"run": run, "actor": config.actor.model_copy(update=actor)})
-    inputs = SimpleNamespace(positions=defaultdict(Positions), fingerprints={})
-    return SampleJournal(config, SimpleNamespace(inputs=inputs, policy=SimpleNamespace(fingerprint="")))  # type: ignore[arg-type]
+    inputs = SimpleNamespace(positions=defaultdict(Positions), fingerprints={}, seed_of=int)
+    state = SimpleNamespace(inputs=inputs, policy=SimpleNamespace(fingerprint=""), numbers=dict)
+    return SampleJournal(config, state)
 
 
 def test_resume_removes_the_steps_after_its_checkpoint(copy):
@@ -151,6 +153,24 @@ def test_resume_removes_the_steps_after_its_checkpoint(copy):
     journal.resume(2)
     journal.close()
     assert [*find_steps(samples_of(copy), 1, 4).steps] == [1, 2]
+
+
+def test_resumes_after_one_checkpoint_keep_one_record_of_a_group_in_flight(copy):
+    """Else a run that crashes before its next checkpoint, again and again, fills the disk."""
+    samples = [
+        dataclasses.replace(sample, versions=np.full(len(sample.tokens), 4)) for sample in [*scored_samples()][:2]
+    ]
+    (group,) = groups_of(samples, 2)
+    for start in range(3):
+        journal = journal_of(copy, max_off_policy_steps=1)
+        assert [*journal.sampled(4)] == ([9] if start else [])
+        journal.resume(4)
+        journal.add_groups(5, [group])
+        if start == 0:
+            journal.add_sampled(9, 1, group)
+        journal.close()
+    records = [record for step in (4, 5) for _, record in read_records(samples_of(copy), step)]
+    assert [record.header["number"] for record in records if record.header["kind"] == "sampled"] == [9]
 
 
 def test_damaged_groups_in_flight_are_sampled_again(copy, caplog):
