@@ -40,9 +40,8 @@ PULSE_S = 1.0  # a model's process has a thread that wakes up every 0.3 s, unles
 PULSE_POLL_S = 0.02
 SILENT_S = 60.0  # no answer, no forward pass, and its process hardly uses the CPU: the model hangs
 COMPUTING_SILENT_S = 600.0  # no answer and no forward pass, but its process computes, perhaps on one very long row
-COMPUTING_CPU_SHARE = (
-    0.2  # share of a core since the model stopped answering above which the process counts as computing
-)
+# A process that has used more of a core than this since its model stopped answering counts as computing.
+COMPUTING_CPU_SHARE = 0.2
 STOP_S = 1.0  # longest wait for the thread of the checks to end
 WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"

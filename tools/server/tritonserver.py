@@ -157,9 +157,8 @@ KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `rlhf-triton serve` has drained them before
 PLAIN_EXIT_TIMEOUT_S = 10  # without a supervisor; models need seconds to unload, else it ends with code 1
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
-UNTRACED = (
-    1_000_000_000  # requests without a trace context for each that Triton traces; requests with one are always traced
-)
+# Of this many requests without a trace context Triton traces one; requests with a context are always traced.
+UNTRACED = 1_000_000_000
 
 
 class TritonServer:
