@@ -7,18 +7,16 @@ their `Method` (an advantage function and a loss) and in whether they use a crit
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from rlhf_triton.actor.algorithms.batch import check_failures, critic_payload, make_batch
+from rlhf_triton.actor.algorithms.batch import check_failures, critic_payload
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method, log_choices
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
-from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
+from rlhf_triton.actor.data.rollout_rows import conversations_of
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
@@ -28,6 +26,7 @@ from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.rollouts import Rollouts
 from rlhf_triton.actor.run.sample_journal import SampleJournal, StepResults
+from rlhf_triton.actor.run.step import StepTraining, policy_batch
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
 from rlhf_triton.actor.run.validation import validate
 from rlhf_triton.actor.scoring.reference import make_reference
@@ -44,15 +43,14 @@ class TrainingRun:
     def __init__(self, config: RunConfig, client: TritonClient, ranks: AnyRanks = ALONE) -> None:
         """`ranks`: the processes that train the policy; this process is rank 0."""
         self.settings = actor = config.actor
-        self.truncated = "score" if config.environment is None else config.environment.truncated
         self.stop = Stop(self.saved)
         self.seed = seed = config.run.seed
         self.run_dir = config.run.dir
         log_choices(config)
-        self.method = Method.from_settings(actor.algorithm, actor.kl)
-        self.policy, self.policy_update = make_policy(config, self.method, ranks)
+        method = Method.from_settings(actor.algorithm, actor.kl)
+        self.policy, self.policy_update = make_policy(config, method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
-        self.kl = KLControl(actor.kl.coef, target=actor.kl.target)
+        kl = KLControl(actor.kl.coef, target=actor.kl.target)
         with_critic = actor.algorithm.uses_critic
         with_rewards = config.serves_rewards
         self.scorer = Scorer(client, self.policy.tokenizer, with_critic=with_critic, with_rewards=with_rewards)
@@ -61,7 +59,8 @@ class TrainingRun:
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
         self.inputs = StepInputs(actor.prompts.sources, reader, seed=seed)
-        state = RunState(self.policy, self.shaper, self.kl, self.inputs)
+        state = RunState(self.policy, self.shaper, kl, self.inputs)
+        self.training = StepTraining(config, method, state, self.policy_update)
         every = config.trainer.publish.every
         self.critic = RemoteCritic(client, config.run, is_trained=with_critic, publish_every=every)
         self.checkpoints = RunCheckpoints(config, state, self.critic)
@@ -81,7 +80,7 @@ class TrainingRun:
             self.critic,
             sampled=self.samples.add_sampled,
             publish_every=every,
-            truncated=self.truncated,
+            truncated=config.truncated,
         )
 
     @property
@@ -154,39 +153,26 @@ class TrainingRun:
         sampled = conversations_of([*rollout.groups, *rollout.dropped])
         check_failures(sampled, self.settings.rewards.max_failed_fraction)
         self.samples.add_groups(step, [*rollout.groups, *rollout.dropped])
-        batch = await self.in_thread(self.make_batch, rollout.groups, rollout.dropped)
+        batch = await self.in_thread(self.training.make_batch, rollout.groups, rollout.dropped)
         payload = await self.in_thread(critic_payload, batch) if self.scorer.has_critic else None
         await self.samples.durable()
         if payload is not None:
             self.critic.send(step, payload)
-        rows = rows_of(conversations_of(rollout.groups))
-        batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
+        batch = policy_batch(batch, rollout.groups)
         await self.rollouts.start_ahead(step)
         update: dict[str, float] = {}
-        if trains_policy := step > self.settings.algorithm.critic_warmup_steps:
-            seed = self.inputs.seed_of(step)
+        if trains_policy := self.training.trains_policy(step):
             self.last.is_updating = True
             with timers.phase("train_time"):
-                update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
+                update = await self.in_update_thread(self.training.update, batch, self.inputs.seed_of(step))
         kl_per_sequence = await recorder.log_step(
             step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update, **timers.metrics()}
         )
         timers.append_spans(self.run_dir)
-        if trains_policy and kl_per_sequence is not None:
-            self.kl.update(kl_per_sequence, len(conversations_of(rollout.groups)))
+        if trains_policy:
+            self.training.adapt_kl(kl_per_sequence, rollout.groups)
         results = StepResults(batch, len(rollout.dropped), payload, update, self.policy_update.old_logprobs)
         await self.in_update_thread(self.samples.add_step, step, results)
-
-    def make_batch(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> PPOBatch:
-        """Return the training batch of a step's groups; the critic alone learns from the `dropped` ones."""
-        return make_batch(
-            [*groups, *dropped],
-            self.method,
-            self.shaper,
-            kl_coef=self.kl.coef,
-            truncated=self.truncated,
-            num_dropped=len(dropped),
-        )
 
     async def validate(self, when: str, recorder: Recorder) -> None:
         """Validate the current policy; do nothing if there are no held-out prompts."""

@@ -66,7 +66,7 @@ RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
 
 
 def token_problems(config: RunConfig) -> Iterator[str]:
-    """Yield models that receive the policy's tokens but have no embedding for some of them: a run would end there."""
+    """Yield a problem for each model that receives the policy's tokens but lacks an embedding for some of them."""
     folder = config.actor.policy.model
     tokenizer = load_tokenizer(folder)
     size = num_embeddings(folder)

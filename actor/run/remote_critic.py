@@ -105,7 +105,7 @@ class RemoteCritic:
             return None
 
     def start_save(self, step: int, keep_steps: list[int]) -> None:
-        """Start the save of the critic's checkpoint of `step`; of older ones, those of `keep_steps` are kept."""
+        """Start saving the critic's checkpoint of `step`; the server keeps older ones only of `keep_steps`."""
         if self.is_trained:
             self._saves.append(asyncio.create_task(self._save(step, keep_steps)))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_triton.actor.algorithms.batch import critic_payload, make_batch
+from rlhf_triton.actor.algorithms.batch import critic_payload
 from rlhf_triton.actor.algorithms.losses import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
@@ -26,6 +26,7 @@ from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of, ref
 from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, samples_of
 from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, step_record
 from rlhf_triton.actor.run.settings import actor_checkpoints, started_with
+from rlhf_triton.actor.run.step import StepTraining, policy_batch
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import numbers_in
@@ -155,50 +156,40 @@ class Replay:
         torch.set_num_threads(actor.threads)
         torch.use_deterministic_algorithms(config.run.deterministic)
         self.config = config
-        self._method = Method.from_settings(actor.algorithm, actor.kl)
+        method = Method.from_settings(actor.algorithm, actor.kl)
         torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, as in the run
         policy = Policy(actor, longest_row=config.longest_row)
-        self._update = PolicyUpdate(actor, policy, self._method)
+        self._policy_update = PolicyUpdate(actor, policy, method)
         shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         kl = KLControl(actor.kl.coef, target=actor.kl.target)
         inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
         self._state = RunState(policy, shaper, kl, inputs)
+        self._training = StepTraining(config, method, self._state, self._policy_update)
         if checkpoint is not None:
             self._state.restore(checkpoint, numbers or check_checkpoint_of(policy, checkpoint))
 
     def _train(self, header: Mapping[str, Any]) -> tuple[StoredRecord, list[RolloutRow], dict[str, np.ndarray] | None]:
         """Train on the groups of a step; return its record, the rows that the policy learned from, and the payload.
 
-        `header`: of the recorded step. As `TrainingRun.one_step`.
+        `header`: of the recorded step.
         """
         state = self._state
         step = header["step"]
-        environment = self.config.environment
         before = state.numbers()
         groups = [group_of(self._found.group(step, number)) for number in header["groups"]]
-        batch = make_batch(
-            groups,
-            self._method,
-            state.shaper,
-            kl_coef=state.kl.coef,
-            truncated="score" if environment is None else environment.truncated,
-            num_dropped=header["num_dropped"],
-        )
+        num_kept = len(groups) - header["num_dropped"]
+        kept = groups[:num_kept]
+        batch = self._training.make_batch(kept, groups[num_kept:])
         payload = None if header["payload"] is None else critic_payload(batch)
-        kept = groups[: len(groups) - header["num_dropped"]]
-        conversations = conversations_of(kept)
-        rows = rows_of(conversations)
-        batch = batch.first(len(rows), max(len(row.tokens) for row in rows))
+        batch = policy_batch(batch, kept)
         update: dict[str, float] = {}
-        if step > self.config.actor.algorithm.critic_warmup_steps:
+        if self._training.trains_policy(step):
             metrics = rollout_metrics(kept, batch, kl_coef=state.kl.coef)
-            update = self._update.run(batch, seed=header["seed"], kl_coef=state.kl.coef)
-            kl_per_sequence = metrics.get("train_rollouts/init_policy_kl_per_sequence")
-            if kl_per_sequence is not None:
-                state.kl.update(kl_per_sequence, len(conversations))
-        results = StepResults(batch, header["num_dropped"], payload, update, self._update.old_logprobs)
+            update = self._training.update(batch, header["seed"])
+            self._training.adapt_kl(metrics.get("train_rollouts/init_policy_kl_per_sequence"), kept)
+        results = StepResults(batch, header["num_dropped"], payload, update, self._policy_update.old_logprobs)
         about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": state.numbers()}
-        return step_record(state.policy, step, results, **about), rows, payload
+        return step_record(state.policy, step, results, **about), rows_of(conversations_of(kept)), payload
 
 
 def _valid(settings: Mapping[str, Any]) -> RunConfig:

@@ -36,5 +36,6 @@ def check_tensor_parallel(folder: Path, size: int) -> None:
         heads = getattr(config, name, None)
         if heads is not None and get_kv_heads_per_rank(plan, heads, size) is None:
             raise CheckpointError(
-                f"{folder}: {name} is {heads}, which tensor_parallel ({size}) does not divide; set it to a divisor"
+                f"{folder}: {name} is {heads}, which tensor_parallel ({size}) does not divide; "
+                "set tensor_parallel to a divisor of it"
             )

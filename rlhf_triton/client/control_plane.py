@@ -371,7 +371,10 @@ class ModelServers:
             control.load(self._model, parameters={LOAD_LABEL: label}, timeout_s=timeout_s)
             active = control.config(self._model).parameters[LOAD_LABEL].string_value
             if active != label:
-                raise ControlPlaneError(f"{self._model} runs with the configuration {active!r} instead of {label!r}")
+                raise ControlPlaneError(
+                    f"{self._model}: Triton loaded the configuration {active!r} instead of {label!r}; "
+                    "another process reloads it, too"
+                )
             served = self._ask(control)
             if served < version:
                 raise ControlPlaneError(f"{self._model} serves version {served} instead of {version}")

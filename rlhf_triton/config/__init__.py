@@ -201,6 +201,11 @@ class RunConfig(Section):
         return most, f"environment.max_tokens is {most}; lower it"
 
     @property
+    def truncated(self) -> str:
+        """`environment.truncated`; `score` without an environment, whose rows no other limit ends."""
+        return "score" if self.environment is None else self.environment.truncated
+
+    @property
     def published_choices(self) -> str:
         """The algorithm's settings as text for a log line, with the published values where they differ."""
         algorithm = self.actor.algorithm

@@ -1,4 +1,4 @@
-"""What other trainers and servers call our keys, for the hint at an unknown key.
+"""Names that other trainers and servers use for our keys, for the hint at an unknown key.
 
 Of TRL, OpenRLHF, verl and NeMo-Aligner, docs/coming-from.md has the table.
 """

@@ -52,7 +52,7 @@ class TrainedModel:
     ) -> None:
         """
         Args:
-            model: prepared with `learning.model.prepare`, on its device, and sharded if there are several ranks.
+            model: prepared with `training_engine.model.prepare`, on its device, and sharded if there are several ranks.
             section: key of `settings`.
             total_steps: length of the learning-rate schedule.
 

@@ -37,7 +37,7 @@ def rollout(seed, batch, width):
 
 
 def test_token_rewards_add_the_score_at_the_last_token_to_the_kl_penalty():
-    """The first two are those of section 8 of the reference."""
+    """Two worked examples of NeMo-Aligner, then a row of a single token."""
     kl = torch.arange(14.0).reshape(2, 7)  # S = 8
     expected = -0.1 * kl
     expected[[0, 1], [3, 6]] += torch.tensor([1.0, 2.0])  # 5 tokens: position 3 scores token 4, the last

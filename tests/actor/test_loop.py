@@ -42,6 +42,7 @@ from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update
+from rlhf_triton.actor.run.step import StepTraining
 from rlhf_triton.actor.run.stopping import Stop, Stopped
 from rlhf_triton.actor.scoring.reference import OwnReference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
@@ -642,7 +643,7 @@ OFF_POLICY = {"max_off_policy_steps": 1, "old_logprobs": "sampler"}
 ENDS = {
     "rewards": (lambda run: None, RlhfError, "4 of 4 rewards are unavailable"),
     "gradient": (gradient_is_not_finite, NotFinite, "the policy's gradient is not finite at optimizer step 2"),
-    "batch": (failing_call("", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
+    "batch": (failing_call("training", "make_batch", 3, RuntimeError("a bug")), RuntimeError, "a bug"),
     "disk": (failing_call("rollouts", "take", 3, OSError(5, "disk")), OSError, "disk"),
 }
 
@@ -954,7 +955,7 @@ LONG = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
     (rlhf_triton.actor.loop, "critic_payload"),
-    (TrainingRun, "make_batch"),
+    (StepTraining, "make_batch"),
     (Policy, "decode"),
     (Policy, "logprobs"),
     (PolicyUpdate, "run"),

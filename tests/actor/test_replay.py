@@ -228,7 +228,7 @@ def test_first_difference_is_named(kind, name, told, copy, capsys):
     assert re.match(told, lines[1]), out
 
 
-def test_differing_environment_is_named(copy, monkeypatch, capsys):
+def test_replay_names_each_difference_of_the_environment(copy, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     rewrite(
         copy,

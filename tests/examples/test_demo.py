@@ -114,7 +114,7 @@ def test_chat_demo_rewards_only_the_reply_and_shares_pretrained_models_across_se
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_reasoning_sao_and_agent_demos_share_the_same_sums(tmp_path):
+def test_reasoning_sao_and_agent_demos_use_the_same_prompts(tmp_path):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
     grpo, sao, game = (prepared(recipe, tmp_path) for recipe in ("reasoning", "sao", "agent"))
     assert sao.items() - grpo.items() == {("critic.model", grpo["actor.policy.model"].with_name("critic"))}

@@ -133,7 +133,7 @@ def test_text_scores_match_the_pipeline_and_special_tokens_can_be_turned_off(tmp
 
 
 @families
-def test_chat_scores_match_its_own_templates_rendering(tmp_path, family):
+def test_chat_scores_match_the_models_own_chat_template(tmp_path, family):
     tokenizer = save_text_reward(tmp_path, family)
     rows, rewards = score(tmp_path, [REPLY, "", "No chat."], [{"messages": MESSAGES}, {"messages": CHAT}, {}])
     rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)

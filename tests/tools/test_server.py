@@ -213,7 +213,7 @@ def test_killed_serve_leaves_no_server_behind(run_dir):
 
 
 @pytest.mark.slow
-def test_serve_retries_a_server_that_aborts_at_its_start_once(run_dir):
+def test_serve_restarts_a_server_that_aborts_at_startup_only_once(run_dir):
     repository = run_dir / "model_repository"
     write_repository(repository)
     shutil.rmtree(repository / "reward_model")

@@ -255,7 +255,7 @@ class ClassifyRequest(PoolingRequest):
     """The same body as `/pooling`."""
 
     def reply(self, found: Results) -> dict[str, Any]:
-        """Return scores, and the name of the most likely label if there is one score for each."""
+        """Return the scores of a row, and its most likely label if the model has one score per label."""
         labels = found.served.labels
         data = []
         for i, probs in enumerate(self.scores(found, "input")):
@@ -273,7 +273,7 @@ def _pairs(first: Sequence[str], second: Sequence[str], served: ServedModel) -> 
 
 
 class PairScoresRequest(VllmRequest):
-    """Text pairs: as many in both fields, or one text for all of the other field; under either of vLLM's names."""
+    """Pair the texts of two fields, or one text with each of the other field; accepts both of vLLM's field names."""
 
     text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries"))]
     text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents"))]
