@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 import rlhf_triton as rt
-from rlhf_triton.config import RewardTerm, RunConfig, keys_of, load_config
+from rlhf_triton.config import RewardTerm, RunConfig, load_config
+from rlhf_triton.config.keys import keys_of
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.rewards.function import Sample, load_function
 from rlhf_triton.tools.__main__ import module_of
