@@ -14,14 +14,9 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_triton.checkpoints.inspection import (
-    CheckpointError,
-    fix_forward,
-    max_positions,
-    stable_length,
-    stored_dtypes,
-)
+from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
+from rlhf_triton.checkpoints.row_length import fix_forward, max_positions, stable_length
 from rlhf_triton.config import PolicySection
 from rlhf_triton.models.precision import use_bfloat16
 from rlhf_triton.models.sharded_tensors import whole

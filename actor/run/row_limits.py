@@ -6,7 +6,8 @@ from typing import Any
 
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, max_positions, read_config, stable_length
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, read_config
+from rlhf_triton.checkpoints.row_length import max_positions, stable_length
 from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare_text, same_tokenizer
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection

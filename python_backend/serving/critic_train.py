@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, max_positions
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE
+from rlhf_triton.checkpoints.row_length import max_positions
 from rlhf_triton.process import keep_freed_memory
 from rlhf_triton.python_backend.serving.journal_model import JournalServer, traceparent_of
 from rlhf_triton.python_backend.serving.triton import Call, Parameters, triton_model

@@ -18,8 +18,8 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
     read_config,
     refused_key,
-    text_config,
 )
+from rlhf_triton.checkpoints.row_length import text_config
 from rlhf_triton.errors import RlhfError, reason_of
 
 SHOWN = 4  # names of tensors in a message

@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlhf_triton.checkpoints.config_keys import read_key
-from rlhf_triton.checkpoints.inspection import (
-    CONFIG_FILE,
-    CheckpointError,
-    model_type_of,
-    read_config,
-    text_config,
-)
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, model_type_of, read_config
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library_reason
+from rlhf_triton.checkpoints.row_length import text_config
 from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 from rlhf_triton.wire.messages import warn_once
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlhf_triton.checkpoints.inspection import CheckpointError, num_positions, stable_length
+from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.row_length import num_positions, stable_length
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.models.gpu import Array, to_device
 from rlhf_triton.wire.contract import Limits

@@ -24,12 +24,11 @@ from rlhf_triton.checkpoints.inspection import (
     CheckpointError,
     CheckpointInfo,
     check_pickles,
-    fix_forward,
     inspect_checkpoint,
     read_config,
-    stable_length,
 )
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
+from rlhf_triton.checkpoints.row_length import fix_forward, stable_length
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.models.heads import ModelHead, linear
 from rlhf_triton.models.mapped_tensors import check_finite, stored_tensors

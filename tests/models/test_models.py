@@ -40,13 +40,8 @@ from transformers import (
     MiniCPM3ForCausalLM,
 )
 
-from rlhf_triton.checkpoints.inspection import (
-    CheckpointError,
-    fix_forward,
-    inspect_checkpoint,
-    max_positions,
-    stable_length,
-)
+from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoint
+from rlhf_triton.checkpoints.row_length import fix_forward, max_positions, stable_length
 from rlhf_triton.models import modeling, output_head
 from rlhf_triton.models.batching import plan_micro_batches
 from rlhf_triton.models.collation import collate
