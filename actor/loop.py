@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from rlhf_triton.actor.algorithms.batch import check_failures, critic_payload
-from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method, log_choices
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.compute import ComputeThread

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_whiten
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
-from rlhf_triton.actor.algorithms.losses import kl_estimate
+from rlhf_triton.actor.algorithms.kl import kl_estimate
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
 from rlhf_triton.actor.algorithms.stages import RewardShaper

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_triton.actor.algorithms.advantages import subtract_mean
+from rlhf_triton.actor.algorithms.baselines import subtract_mean
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
 
 

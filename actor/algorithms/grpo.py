@@ -2,12 +2,7 @@
 
 import torch
 
-from rlhf_triton.actor.algorithms.advantages import (
-    divide_by_mean,
-    group_standardise,
-    process_supervision,
-    subtract_mean,
-)
+from rlhf_triton.actor.algorithms.baselines import divide_by_mean, group_standardise, process_supervision, subtract_mean
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
 
 

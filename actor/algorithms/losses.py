@@ -4,16 +4,17 @@ Each loss is a micro-batch's share of the minibatch mean, so the split into micr
 It is proportional to the advantages, so importance factors multiply the advantages.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape
-from rlhf_triton.actor.algorithms.inputs import MOST_LOG_RATIO, LossAndMetrics, LossInputs
-from rlhf_triton.config.algorithms import GATES, KL_ESTIMATORS
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.actor.algorithms.importance import aggregate_log_ratio, importance_factors
+from rlhf_triton.actor.algorithms.inputs import LossAndMetrics, LossInputs
+
+MOST_DPPO_RATIO = 20.0  # as in verl
+
+MOST_DPPO_RATIO = 20.0  # as in verl
 
 
 def clipped(inputs: LossInputs) -> LossAndMetrics:
@@ -124,182 +125,3 @@ def reinforce(inputs: LossInputs) -> LossAndMetrics:
     Source: Williams 1992, "Simple statistical gradient-following algorithms", equation 11.
     """
     return inputs.mean(-inputs.advantages * inputs.logprobs), {}
-
-
-# Importance correction: factors from log-ratios on one of three levels, clipped or masked to a range; or gates, which
-# mask tokens or responses by a divergence.
-
-
-PROBABILITY_RANGE = (1e-6, 1 - 1e-6)  # as in FlashREINFORCE's reference; at 0 or 1 the KL would be infinite
-
-
-def binary_kl(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
-    """Return KL(sampler || policy) of each token if all other tokens count as one, in nats, `[B, S-1]`.
-
-        p = exp(sampled_logprobs_t), q = exp(logprobs_t): p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
-
-    Source: DPPO (arXiv 2602.04879), equation 14.
-    """
-    p, q = (x.exp().clamp(*PROBABILITY_RANGE) for x in (sampled_logprobs, logprobs))
-    return p * (p.log() - q.log()) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
-
-
-def binary_tv(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
-    """Return the total variation distance of each token if all other tokens count as one, `[B, S-1]`, at most 1.
-
-    Source: DPPO (arXiv 2602.04879), equation 13.
-    """
-    return (logprobs.exp() - sampled_logprobs.exp()).abs()
-
-
-def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Aggregate token log-ratios to `level`; each position of a response gets the aggregate.
-
-    Args:
-        log_ratio: `[B, S-1]`, log-ratio of each token; ignored outside the mask.
-        mask: `[B, S-1]`, 1 where position t scores a response token.
-        level: `token`, no aggregation; `sequence`, the sum over the response; `geometric`, the mean.
-
-    Returns: `[B, S-1]`, clamped to +-`MOST_LOG_RATIO`.
-    """
-    if level != "token":
-        total = (log_ratio.masked_fill(mask == 0, 0.0) * mask).sum(-1, keepdim=True)
-        log_ratio = (total if level == "sequence" else total / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(mask)
-    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
-
-
-def importance_factors(
-    logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, *, level: str, mode: str, low: float, high: float
-) -> Tensor:
-    """Return the importance factor of each token that another policy or engine sampled; 1 outside the mask.
-
-        rho = exp(logprobs - sampled_logprobs) at `level`
-        clip: clamp(rho, low, high); mask: rho where low <= rho <= high, otherwise 0
-        a gate: the token's own rho where the token's divergence, or the response's mean, is <= high, otherwise 0
-
-    Args:
-        logprobs: `[B, S-1]`, log-prob of token t+1 under the policy.
-        sampled_logprobs: `[B, S-1]`, log-prob of token t+1 when it was sampled.
-        mask: `[B, S-1]`, 1 where position t scores a response token.
-        level: `token`, `sequence` or `geometric`, see `aggregate_log_ratio`; of a gate, one of the first two.
-        mode: `clip`, `mask`, or one of `GATES`.
-        low, high: range of the ratio; of a gate, `high` is the bound of the divergence.
-
-    Returns: `[B, S-1]`.
-    Source: truncation: https://fengyao.notion.site/off-policy-rl; mask: IcePop (arXiv 2510.18855); `sequence` and
-        `geometric`: Liu et al. 2025, "When speed kills stability", and TRL; gates: DPPO (arXiv 2602.04879), and
-        OpenRLHF's `is_correction_gating`.
-    """
-    log_ratio = logprobs - sampled_logprobs
-    if mode in GATES:
-        divergence = import_function(GATES[mode].function)(logprobs, sampled_logprobs)
-        bounded = aggregate_log_ratio(divergence, mask, "token" if level == "token" else "geometric") <= high
-        ratio = aggregate_log_ratio(log_ratio, mask, "token").exp()
-        return torch.where(mask > 0, torch.where(bounded, ratio, 0.0), 1.0)
-    ratio = aggregate_log_ratio(log_ratio, mask, level).exp()
-    inside = (ratio >= low) & (ratio <= high)
-    factors = ratio.clamp(low, high) if mode == "clip" else ratio * inside
-    return torch.where(mask > 0, factors, 1.0)
-
-
-# KL divergence from the reference: estimators per token, the KL as a loss term, and the controller of `kl_coef`.
-#
-# The estimators take d = logprobs - ref_logprobs, `[B, S-1]`, of tokens that the policy sampled, and return nats per
-# token.
-
-
-K3_RANGE = (-11.0, 2.61)  # range of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
-MOST_DPPO_RATIO = 20.0  # as in verl
-HORIZON = 10_000  # time constant of the controller, in responses
-MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rollout
-
-
-def k1(difference: Tensor) -> Tensor:
-    """Return d: unbiased, possibly negative. As a loss its gradient is 0 in expectation."""
-    return difference
-
-
-def absolute(difference: Tensor) -> Tensor:
-    """Return |d|, as in NeMo-Aligner: biased. Its gradient does not shrink as the two policies approach each other."""
-    return difference.abs()
-
-
-def k2(difference: Tensor) -> Tensor:
-    """Return d^2 / 2: biased. As a loss it has the gradient of the true KL in expectation."""
-    return 0.5 * difference.square()
-
-
-def k3(difference: Tensor) -> Tensor:
-    """Return exp(-d) - 1 + d: unbiased, never negative; as a loss (GRPO) it approximates the KL's gradient near 0.
-
-    The value is capped at 10. Beyond the cap the gradient stays constant instead of becoming 0, so that the token is
-    still pulled towards the reference.
-    """
-    log_ratio = -difference
-    log_ratio = log_ratio - (log_ratio - log_ratio.clamp(*K3_RANGE)).detach()
-    return torch.expm1(log_ratio) - log_ratio
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
-
-    Args:
-        logprobs: `[B, S-1]`, log-prob of token t+1 under the policy that sampled it.
-        ref_logprobs: `[B, S-1]`, log-prob of token t+1 under the reference, the frozen initial policy.
-        kind: one of `KL_ESTIMATORS`.
-
-    Returns: `[B, S-1]` in nats, at every position; the caller applies the mask.
-    Raises: ValueError if the shapes differ.
-    Source: Schulman, "Approximating KL divergence", 2020 (k1, k2, k3); NeMo-Aligner (abs).
-    """
-    require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    estimate: Tensor = import_function(KL_ESTIMATORS[kind])(logprobs - ref_logprobs)
-    return estimate
-
-
-def kl_loss(
-    logprobs: Tensor, ref_logprobs: Tensor, log_ratio: Tensor, weights: Tensor, *, kind: str, total: float
-) -> Tensor:
-    """Return sum_t w_t * kl_t / total, a differentiable scalar; the caller multiplies it by `kl_coef`.
-
-    The gradient treats the samples as fixed, except for `unbiased`: exp(log_ratio_t) * k3_t has the gradient of the
-    true KL in expectation, because the ratio corrects for the sampler and carries the gradient of the sampling.
-
-    Args:
-        log_ratio: `[B, S-1]`, differentiable log-ratio of the policy to the one that sampled, for `unbiased`.
-        kind: one of `KL_ESTIMATORS`.
-
-    Raises: ValueError if the shapes differ.
-    Source: Shao et al. 2024 (arXiv 2402.03300), equation 4; Tang and Munos 2025 (arXiv 2506.09477) on the gradients;
-        `unbiased`: DeepSeek-V3.2 (arXiv 2512.02556).
-    """
-    logprobs, ref_logprobs, log_ratio = (x.masked_fill(weights == 0, 0.0) for x in (logprobs, ref_logprobs, log_ratio))
-    estimate = kl_estimate(logprobs, ref_logprobs, kind)
-    if kind == "unbiased":
-        estimate = log_ratio.exp() * estimate
-    return masked_sum(estimate, weights) / (total or 1)
-
-
-@dataclass
-class KLControl:
-    """Holds `kl_coef`, and adapts it to reach a target KL if there is one.
-
-        error = clip(kl / target - 1, -0.2, 0.2)
-        coef <- coef * (1 + error * min(samples / HORIZON, 1))
-
-    The paper has no minimum; without it, 5 * HORIZON samples or more could make the coefficient negative.
-
-    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
-    """
-
-    coef: float
-    """The coefficient, >= 0."""
-    target: float | None
-    """Target KL in nats per sequence; None: the coefficient is fixed."""
-
-    def update(self, kl: float, samples: int) -> None:
-        """Adapt the coefficient to the mean KL per sequence (nats, k1) of a rollout with `samples` responses."""
-        if self.target is None:
-            return
-        error = min(max(kl / self.target - 1, -MOST_ERROR), MOST_ERROR)
-        self.coef *= 1 + error * min(samples / HORIZON, 1.0)

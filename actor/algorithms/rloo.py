@@ -1,6 +1,6 @@
 """RLOO, which compares each response's reward with the mean reward of the other responses to the prompt."""
 
-from rlhf_triton.actor.algorithms.advantages import leave_one_out
+from rlhf_triton.actor.algorithms.baselines import leave_one_out
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
 from rlhf_triton.errors import RlhfError
 

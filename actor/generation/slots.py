@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from rlhf_triton.actor.data.recorded import PolicyTurn, Version
-from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, find_distinct
+from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.generation.row_sources import IsPaused, RowSource
+from rlhf_triton.actor.generation.shared_prompts import find_distinct
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.gpu import to_device
 

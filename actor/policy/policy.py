@@ -23,10 +23,10 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
-from rlhf_triton.actor.generation.cache import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, SamplingJob
+from rlhf_triton.actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.policy.loading import (
     PolicyModels,
     check_lora_targets,

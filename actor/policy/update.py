@@ -12,8 +12,9 @@ import math
 import torch
 from torch import Tensor
 
+from rlhf_triton.actor.algorithms.importance import importance_factors
 from rlhf_triton.actor.algorithms.inputs import LossAndMetrics, LossInputs
-from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
+from rlhf_triton.actor.algorithms.kl import kl_loss
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.policy import Policy

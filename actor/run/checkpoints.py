@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.policy.policy import Policy

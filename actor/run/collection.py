@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rlhf_triton.actor.algorithms.advantages import subtract_mean
+from rlhf_triton.actor.algorithms.baselines import subtract_mean
 from rlhf_triton.actor.algorithms.batch import apply_truncation
 from rlhf_triton.actor.data.compute import MAX_CONCURRENT, ComputeThread, cancel_all
 from rlhf_triton.actor.data.prompt_reader import Prompt

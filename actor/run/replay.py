@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlhf_triton.actor.algorithms.batch import critic_payload
-from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.algorithms.stages import RewardShaper

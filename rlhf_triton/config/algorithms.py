@@ -191,15 +191,17 @@ LOSSES = {
     ),
 }
 GATES = {  # mode of a correction -> its divergence
-    "binary_kl": Gate(_LOSSES + "binary_kl", token=0.05, sequence=3e-3),
-    "binary_tv": Gate(_LOSSES + "binary_tv", token=0.2, sequence=0.2),  # none is published for responses
+    "binary_kl": Gate("rlhf_triton.actor.algorithms.importance:binary_kl", token=0.05, sequence=3e-3),
+    "binary_tv": Gate(
+        "rlhf_triton.actor.algorithms.importance:binary_tv", token=0.2, sequence=0.2
+    ),  # none is published for responses
 }
 KL_ESTIMATORS = {
-    "k1": "rlhf_triton.actor.algorithms.losses:k1",
-    "abs": "rlhf_triton.actor.algorithms.losses:absolute",
-    "k2": "rlhf_triton.actor.algorithms.losses:k2",
-    "k3": "rlhf_triton.actor.algorithms.losses:k3",
-    "unbiased": "rlhf_triton.actor.algorithms.losses:k3",  # in the loss times the probability ratio, see `kl_loss`
+    "k1": "rlhf_triton.actor.algorithms.kl:k1",
+    "abs": "rlhf_triton.actor.algorithms.kl:absolute",
+    "k2": "rlhf_triton.actor.algorithms.kl:k2",
+    "k3": "rlhf_triton.actor.algorithms.kl:k3",
+    "unbiased": "rlhf_triton.actor.algorithms.kl:k3",  # in the loss times the probability ratio, see `kl_loss`
 }
 FILE = "path/to/file.py:name"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samples import advantage_inputs
 
 from rlhf_triton.actor.algorithms import advantages as adv
-from rlhf_triton.actor.algorithms.advantages import group_standardise, leave_one_out
+from rlhf_triton.actor.algorithms.baselines import group_standardise, leave_one_out
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.rewards.function import import_function
 

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation import cache
-from rlhf_triton.actor.generation.cache import SlotCache, cache_layers, can_share, response_hidden, shared_passes
+from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import PromptSource, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import GenerationSection

@@ -12,7 +12,9 @@ from masked_loss import check_masked_loss, check_on_policy_gradient, loss_inputs
 from policy_training import random_batch, trainable_policy, update_of
 from samples import make_batch, method_of, scored_samples
 
-from rlhf_triton.actor.algorithms.losses import KLControl, clipped, importance_factors, kl_estimate, kl_loss
+from rlhf_triton.actor.algorithms.importance import importance_factors
+from rlhf_triton.actor.algorithms.kl import KLControl, kl_estimate, kl_loss
+from rlhf_triton.actor.algorithms.losses import clipped
 from rlhf_triton.config.algorithms import GATES, KL_ESTIMATORS, LOSSES
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.models.logprobs import target_logprobs

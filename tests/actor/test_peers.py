@@ -15,8 +15,9 @@ from masked_loss import loss_inputs, outcome
 from samples import advantage_inputs, method_of
 
 from rlhf_triton.actor.algorithms.advantages import masked_whiten
+from rlhf_triton.actor.algorithms.importance import importance_factors
 from rlhf_triton.actor.algorithms.inputs import ClipRange
-from rlhf_triton.actor.algorithms.losses import importance_factors, kl_loss
+from rlhf_triton.actor.algorithms.kl import kl_loss
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
 from rlhf_triton.rewards.function import import_function
 

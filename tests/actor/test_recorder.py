@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from samples import a_sample, rewarded
 from settings import nested
 
-from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.learning_warnings import ConstantTerms, LearningWarnings

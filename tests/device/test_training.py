@@ -19,7 +19,7 @@ from simulated_cuda.trace import Trace
 from tiny_checkpoints import save_tiny
 from torch import nn
 
-from rlhf_triton.actor.generation.cache import shared_passes
+from rlhf_triton.actor.generation.shared_prompts import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.models.canary import CANARY_TOKENS
 from rlhf_triton.models.language_model import load_language_model

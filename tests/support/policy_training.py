@@ -9,7 +9,7 @@ from prompts import one_prompt
 from samples import a_sample, tokens_of
 from settings import actor_section
 
-from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch

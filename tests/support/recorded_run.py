@@ -17,7 +17,7 @@ from samples import a_sample, groups_of, rewarded
 from settings import nested
 
 from rlhf_triton.actor.algorithms.batch import make_batch
-from rlhf_triton.actor.algorithms.losses import KLControl
+from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of
