@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf_triton.rewards.function import Sample, count
     from rlhf_triton.tools.api.runs import Run, train
     from rlhf_triton.tools.api.services import Services, serve
-    from rlhf_triton.tools.report.data import ReportSection
+    from rlhf_triton.tools.report.user_sections import ReportSection
     from rlhf_triton.wire.contract import ContractError
 
 _MODULES = {

@@ -32,9 +32,10 @@ from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
-from rlhf_triton.tools.server.child import LIBRARY_ENV, Child, set_aside_if_large
+from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import FAILURES, read_metrics
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
+from rlhf_triton.tools.server.server_log import set_aside_if_large
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm

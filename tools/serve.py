@@ -22,9 +22,10 @@ from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
-from rlhf_triton.tools.server.child import Check, Log
+from rlhf_triton.tools.server.child import Check
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
+from rlhf_triton.tools.server.server_log import Log
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from rlhf_triton.tools.server.tritonserver import TritonServer, shell_command

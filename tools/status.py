@@ -21,9 +21,9 @@ from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Journal
 from rlhf_triton.store.run_lock import in_progress, read_phase
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse
-from rlhf_triton.tools.server.child import is_noise, last_lines
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import server_urls
+from rlhf_triton.tools.server.server_log import is_noise, last_lines
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 TAIL_BYTES = 1 << 16  # read from the end of a log or JSONL file; a line of metrics has some kilobytes

@@ -1,4 +1,8 @@
-"""The prompts of each step: the order within prompt files, the weights of the files, and resuming."""
+"""The prompts of each step: the order within prompt files, the weights of the files, and resuming.
+
+Prompts are read and tokenised when a step needs them. Each file is an infinite sequence of shuffled epochs. Its
+position counts the rows used so far, including skipped ones.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,6 @@ from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader
 from rlhf_triton.config import PromptFileSection
 
 logger = logging.getLogger(__name__)
-
-
-# Prompts are read and tokenised when a step needs them.
-#
-# Each file is an infinite sequence of shuffled epochs. Its position counts the rows used so far, including skipped
-# ones.
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from rlhf_triton.actor.run.metrics import (
     ActorMetrics,
     Metric,
     MetricsLog,
-    Trackers,
     figures_of_steps,
     finite,
     kl_text,
 )
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import flat_settings
+from rlhf_triton.actor.run.trackers import Trackers
 from rlhf_triton.actor.run.validation import training_texts
 from rlhf_triton.actor.run.validation_log import ValidationLog
 from rlhf_triton.actor.scoring.scorer import Scorer

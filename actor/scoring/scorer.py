@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import operator
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,15 +17,15 @@ from rlhf_triton.actor.data.compute import map_concurrently
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, text_indices
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
+from rlhf_triton.actor.scoring.row_metadata import row_metadata
+from rlhf_triton.actor.scoring.step_ends import tokens_covering
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
-from rlhf_triton.rewards.groups import GROUP_KEY
-from rlhf_triton.wire.chats import TEMPLATE_COLUMNS
+from rlhf_triton.rewards.function import MESSAGES_KEY, last_reply
 from rlhf_triton.wire.contract import (
     CRITIC,
     REWARD_COMPONENTS,
@@ -43,61 +42,6 @@ from rlhf_triton.wire.contract import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Metadata that the server receives with a row: the prompt's other columns and, where needed, texts and group.
-
-
-def row_metadata(
-    reward: ServedModel, prompt: Prompt, response: str, group: int, reply: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
-    """Return a row's metadata: columns and texts for reward functions, or the chat or response for a reward model.
-
-    A reward model refuses a row with a reply that is too long for it; it would truncate a mere text.
-
-    Args:
-        group: the row's group within the request, sent if a function is groupwise.
-        reply: messages of a conversation with an environment, from the policy's first message on.
-    """
-    if not reward.reads_texts:
-        if MESSAGES_KEY not in prompt.metadata:
-            return {RESPONSE_KEY: response}
-        empty = {} if response else {RESPONSE_KEY: ""}  # an empty sentence alone would not be a reply
-        last_message = {REPLY_KEY: [reply[last_reply(reply)]]} if reply else {}  # it may have tool calls
-        options = {name: prompt.metadata[name] for name in TEMPLATE_COLUMNS if prompt.metadata.get(name)}
-        return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **options, **empty, **last_message}
-    prompt_text = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
-    texts = {**prompt_text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
-    return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
-
-
-# Maps the ends of steps, which the server gives in characters of a text, to the policy's tokens.
-
-
-BLOCK = 32  # tokens decoded at once
-
-
-def tokens_covering(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list[int | None]:
-    """Return, for each number of characters, how many of the tokens `ids` it takes to reach it; None if it takes all.
-
-    Each block of tokens is decoded together with the block before it, because a token's text depends on its neighbours.
-    """
-
-    def characters(block: int, last: int) -> int:
-        return len(tokenizer.decode(ids[max(0, block - 1) * BLOCK : last], skip_special_tokens=False))
-
-    def least(end: int) -> int:
-        block = max(0, bisect_left(reached, end) - 1)
-        span = range(min((block + 1) * BLOCK, len(ids)))
-        return bisect_left(span, end, lo=block * BLOCK, key=lambda n: before[block] + characters(block, n))
-
-    # characters before each block's context, and before each block
-    before = [0]
-    reached = [0]
-    for block in range(-(-len(ids) // BLOCK)):
-        stop = min((block + 1) * BLOCK, len(ids))
-        reached.append(before[block] + characters(block, stop))
-        before.append(reached[-1] - characters(block + 1, stop))
-    return [None if end >= reached[-1] else least(end) for end in ends]
 
 
 class Scorer:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhf_triton import ReportSection
-from rlhf_triton.tools.report.data import Gain, RunRecord
+from rlhf_triton.tools.report.data import RunRecord
 from rlhf_triton.tools.report.page import verdict
+from rlhf_triton.tools.report.sample_pairs import Gain
 
 # Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
 # nearly its whole gain with the word "values".

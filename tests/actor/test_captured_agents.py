@@ -15,7 +15,7 @@ from rlhf_triton.actor.generation.conversations import ConversationSource
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
-from rlhf_triton.actor.scoring.scorer import row_metadata
+from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError

@@ -39,7 +39,8 @@ from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
-from rlhf_triton.actor.scoring.scorer import Scorer, row_metadata
+from rlhf_triton.actor.scoring.row_metadata import row_metadata
+from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import Sample, load_function

@@ -28,8 +28,8 @@ from tiny_models import (
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools.server import shared_memory
-from rlhf_triton.tools.server.child import stub_failure, tail
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
+from rlhf_triton.tools.server.server_log import stub_failure, tail
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY, remove_abandoned
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from rlhf_triton.tools.server.tritonserver import server_command

@@ -31,7 +31,7 @@ from rlhf_triton.tools import run as tools_run
 from rlhf_triton.tools.__main__ import COMMANDS
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.progress import RunProgress
-from rlhf_triton.tools.server.child import readable
+from rlhf_triton.tools.server.server_log import readable
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "matplotlib", "peft"}

@@ -32,18 +32,10 @@ from rlhf_triton.tools.report.curves import (
     pictures,
     write_curves,
 )
-from rlhf_triton.tools.report.data import (
-    SUMMARY_KEYS,
-    Gain,
-    finish_run,
-    formatted,
-    load_run,
-    read_pairs,
-    read_steps,
-    series,
-)
+from rlhf_triton.tools.report.data import SUMMARY_KEYS, finish_run, formatted, load_run, read_steps, series
 from rlhf_triton.tools.report.page import main, shown, write_page
 from rlhf_triton.tools.report.progress import RunProgress
+from rlhf_triton.tools.report.sample_pairs import Gain, read_pairs
 from rlhf_triton.tools.report.samples import shown_steps
 
 ACTOR = {

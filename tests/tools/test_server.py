@@ -28,9 +28,10 @@ from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools.prompt_checks import check_prompts
-from rlhf_triton.tools.server.child import Child, relay_lines, set_aside_if_large
+from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import free_port
+from rlhf_triton.tools.server.server_log import relay_lines, set_aside_if_large
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
 

@@ -25,8 +25,9 @@ from rlhf_triton.store.jsonl import NewLines, each_line
 from rlhf_triton.store.run_lock import in_progress, only_run, run_process
 from rlhf_triton.tools.api.live_line import LiveLine
 from rlhf_triton.tools.api.sections import PROMPT_FORMS, Sections, new_folder
-from rlhf_triton.tools.server.child import error_in, start_bound
+from rlhf_triton.tools.server.child import start_bound
 from rlhf_triton.tools.server.ports import server_urls
+from rlhf_triton.tools.server.server_log import error_in
 
 RUN_YAML = "run.yaml"
 POLL_S = 0.2

@@ -19,8 +19,9 @@ from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools.api.live_line import LiveLine
 from rlhf_triton.tools.api.runs import FolderPath
 from rlhf_triton.tools.api.sections import Sections, new_folder
-from rlhf_triton.tools.server.child import LIBRARY_ENV, Child, error_in
+from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.ports import server_urls
+from rlhf_triton.tools.server.server_log import error_in
 
 SERVE_YAML = "serve.yaml"
 POLL_S = 0.1

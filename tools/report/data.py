@@ -4,159 +4,21 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rlhf_triton.actor.run.metrics import figures_of_steps
 from rlhf_triton.actor.run.settings import CHANGES_FILE, SETTINGS_FILE, flat_settings, started_with
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.rewards.function import describe, load_function
 from rlhf_triton.store.durable import read_json, replace_file
 from rlhf_triton.store.jsonl import each_line
 from rlhf_triton.store.run_lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
-from rlhf_triton.tools.report.conversations import Conversation
-
-NUM_RESAMPLES = 4000
-
-# The held-out texts of a run before and after training, as pairs, and gains over them.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """One held-out prompt, continued by the initial and by the final policy.
-
-    A text is prompt + response. For a chat it is the response alone, and `prompt` is the last message.
-    """
-
-    prompt: str
-    response_before: str
-    response_after: str
-    text_before: str
-    text_after: str
-    reward_before: float | None
-    reward_after: float | None
-    is_chat: bool = False
-    conversation_before: Conversation | None = None
-    """The conversation with the environment; None in a run without one."""
-    conversation_after: Conversation | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the environment of one of its conversations failed."""
-        return any(talk and talk.has_failed for talk in (self.conversation_before, self.conversation_after))
-
-
-Scored = tuple[Pair, float, float]  # with the scores of its two texts, before and after
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gain:
-    """The mean gain over the held-out prompts with its 95 % interval, by paired bootstrap."""
-
-    before: float
-    """The mean before, as `after`."""
-    after: float
-    low: float
-    high: float
-
-    @property
-    def mean(self) -> float:
-        """The gain."""
-        return self.after - self.before
-
-    @classmethod
-    def of(cls, scored: Sequence[Scored]) -> "Gain":
-        """Return the mean gain of one or more pairs, with a bootstrap interval over 4,000 resamples."""
-        before, after = (np.array([item[side] for item in scored], np.float64) for side in (1, 2))
-        picks = np.random.default_rng(0).integers(len(scored), size=(NUM_RESAMPLES, len(scored)))
-        low, high = np.percentile((after - before)[picks].mean(axis=1), [2.5, 97.5])
-        return cls(before=before.mean().item(), after=after.mean().item(), low=low.item(), high=high.item())
-
-
-def read_pairs(run_dir: Path) -> list[Pair]:
-    """Return the pairs in samples.jsonl, in its order: of the prompts that the run validated before and after.
-
-    There are none in a fork, and in a run that validates only since it was resumed.
-    """
-    path = run_dir / "samples.jsonl"
-    sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
-    for row in each_line(path, required=True):
-        sides[row["when"]][row["prompt_id"]] = row
-    before = sides["before"]
-    after = sides["after"]
-    # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
-    stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
-    glue = " " if stripped else ""
-    return [_pair(row, after[prompt_id], glue) for prompt_id, row in before.items() if prompt_id in after]
-
-
-def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
-    is_chat = "question" in before
-    start = "" if is_chat else before["prompt"] + glue
-    return Pair(
-        prompt=before.get("question", before["prompt"]),
-        response_before=before["response"],
-        response_after=after["response"],
-        text_before=start + before["response"],
-        text_after=start + after["response"],
-        reward_before=before["reward"],
-        reward_after=after["reward"],
-        is_chat=is_chat,
-        conversation_before=Conversation.of(before),
-        conversation_after=Conversation.of(after),
-    )
-
-
-def rewarded(pairs: Sequence[Pair]) -> list[Scored]:
-    """Return the pairs that have both rewards, each with its reward before and after."""
-    scored = ((pair, pair.reward_before, pair.reward_after) for pair in pairs)
-    return [(pair, before, after) for pair, before, after in scored if before is not None and after is not None]
-
-
-# What a run's own function adds to its report: `report: my_report.py:sections`.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportSection:
-    """A titled part of the page. It replaces the built-in section with the same title."""
-
-    title: str  # the heading
-    text: str = ""
-    """Stands below the title; HTML if it is a `markupsafe.Markup`."""
-    table: Sequence[Sequence[Any]] = ()
-    """Rows of cells, the first of which is the head; numbers are rounded and aligned to the right."""
-    pictures: Mapping[str, Callable[[Any, Any], None]] = field(default_factory=dict)
-    """{caption: function of matplotlib's axes and the run, which draws}; shown among the curves."""
-    results: Sequence[str] = ()
-    """Sentences for the list at the top of the page."""
-    cards: Sequence[tuple[str, str, str]] = ()
-    """(name, value, note) of cards at the top of the page."""
-    figures: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """{name: (value, sentence)}: figures for summary.json and the page's table of numbers."""
-
-
-def user_sections(spec: str | None, run: object) -> list[ReportSection]:
-    """Return the sections of the user's function `spec`, [] without one. If it raises, a section has the error."""
-    if not spec:
-        return []
-    try:
-        sections = list(load_function(spec)(run))
-        if wrong := next((s for s in sections if not isinstance(s, ReportSection)), None):
-            raise TypeError(f"it returned {type(wrong).__name__}, not rlhf_triton.ReportSection")
-        for draw in (draw for section in sections for draw in section.pictures.values()):
-            from matplotlib.figure import Figure
-
-            draw(Figure().subplots(), run)  # one that fails only when the page is written would leave no page
-    except Exception as error:  # user code; the rest of the report does not depend on it
-        return [ReportSection(title="Sections of this run", text=f"report: {spec} failed: {describe(error)}")]
-    return sections
-
+from rlhf_triton.tools.report.sample_pairs import Gain, Pair, read_pairs, rewarded
+from rlhf_triton.tools.report.user_sections import ReportSection, user_sections
 
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 MOST_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes

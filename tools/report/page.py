@@ -18,18 +18,8 @@ from rlhf_triton.store.durable import replace_file
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.conversations import Conversation
 from rlhf_triton.tools.report.curves import KL, REWARD, as_svg, pictures
-from rlhf_triton.tools.report.data import (
-    MOST_TEXTS,
-    SUMMARY_KEYS,
-    Gain,
-    Pair,
-    RunRecord,
-    Scored,
-    formatted,
-    load_run,
-    rewarded,
-    series,
-)
+from rlhf_triton.tools.report.data import MOST_TEXTS, SUMMARY_KEYS, RunRecord, formatted, load_run, series
+from rlhf_triton.tools.report.sample_pairs import Gain, Pair, Scored, rewarded
 from rlhf_triton.tools.report.samples import shown_steps
 
 NUM_TEXTS = 24

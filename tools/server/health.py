@@ -25,7 +25,8 @@ from pathlib import Path
 import psutil
 
 from rlhf_triton.client.control_plane import PROBED_OUTPUTS, ControlPlaneError, Failure
-from rlhf_triton.tools.server.child import Log, restart_pause_s
+from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.server_log import Log
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.wire.contract import LOAD_LABEL
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from rlhf_triton.tools.server.child import Log, restart_pause_s, set_aside_if_large
+from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.server_log import Log, set_aside_if_large
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
 STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off

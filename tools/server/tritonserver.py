@@ -23,17 +23,11 @@ from rlhf_triton.config import RunConfig, ServerSection
 from rlhf_triton.path_alias import plain_alias, special_prefix
 from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
 from rlhf_triton.store.durable import write_json
-from rlhf_triton.tools.server.child import (
-    Check,
-    Child,
-    Log,
-    poll_failure,
-    relay_lines,
-    stub_failure,
-)
+from rlhf_triton.tools.server.child import Check, Child
 from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from rlhf_triton.tools.server.drain import DRAIN_S, drain
 from rlhf_triton.tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
+from rlhf_triton.tools.server.server_log import Log, poll_failure, relay_lines, stub_failure
 from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
 from rlhf_triton.tools.server.triton_home import (
     PYTHON_DIR,
