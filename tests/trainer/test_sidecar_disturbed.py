@@ -529,6 +529,24 @@ def test_a_damaged_version_0_ends_the_sidecar(make, settings):
     rig.assert_ends(WeightsError, "version 0: model.safetensors has digest")
 
 
+@pytest.mark.parametrize("kind", ["rewind", "save"])
+def test_no_earlier_step_is_restored_from_a_damaged_version_0(make, kind):
+    rig = make(lora_rank=2).begin()
+    rig.train(1, 2)
+    flip(rig.store.folder(0) / "model.safetensors")
+    entry = (
+        rig.journal.accept_rewind(run_id="run", target=1)
+        if kind == "rewind"
+        else rig.journal.accept_save(run_id="run", step=1)
+    )
+    until(lambda: rig.error is not None or rig.journal.result(entry) is not None)
+    assert isinstance(rig.error, WeightsError), rig.journal.result(entry)
+    assert "version 0: model.safetensors has digest" in str(rig.error)
+    assert rig.journal.result(entry) is None
+    flip(rig.store.folder(0) / "model.safetensors")
+    assert rig.start().answer(entry).error is None
+
+
 # ---- disks that are really full ----
 
 
