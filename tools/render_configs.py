@@ -271,12 +271,13 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: PathForm) -
 
 
 def _functions_fingerprint(config: RunConfig) -> str:
-    """Return a hash of the reward functions: their files' content, names and options."""
+    """Return a hash of the reward functions: their files' content, names, options, and whether they score groups."""
     digest = hashlib.sha256()
     for name, term in config.functions.items():
         file = Path(str(term.function).rpartition(":")[0])
         content = file.read_bytes() if file.is_file() else str(term.function).encode()
-        digest.update(json.dumps([name, str(term.function).rpartition(":")[2], term.options]).encode() + content)
+        about = [name, str(term.function).rpartition(":")[2], term.options, term.groupwise]
+        digest.update(json.dumps(about).encode() + content)
     return digest.hexdigest()
 
 

@@ -269,6 +269,8 @@ def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
     cases = [{"rewards": None}, {"rewards": {"length": function, "model": {}}}]
     before = [declared(**case) for case in cases]
     assert declared({"length": {**function, "options": {"n": 1}}, "model": {}}) != before[1]
+    groupwise = {**function, "groupwise": True}
+    assert declared({"a": function, "b": groupwise}) != declared({"a": groupwise, "b": function})
     assert all(declared(**case, pooling="last") != found for case, found in zip(cases, before, strict=True))
     file.write_text("def length(sample): return 2.0")
     assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [True, False]
