@@ -17,6 +17,7 @@ from tritonclient.grpc.model_config_pb2 import DataType
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
+from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.tools import render_configs as render
 from rlhf_triton.tools.server.tritonserver import compile_ahead, load_order
@@ -253,6 +254,22 @@ LABEL = {"function": "package.verifiers:label"}
 
 def steps(config):
     return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
+
+
+@pytest.mark.parametrize("model", ["reward_model", "critic", "reference"])
+def test_servers_may_differ_only_in_parameters_that_change_no_score(model):
+    harmless = {
+        "device",
+        "max_request_tokens",
+        "model",
+        "queue_timeout_s",
+        "tensor_parallel",
+        "threads",
+        "token_budget",
+    }
+    declared = parameters(parsed(actor={"kl": {"reference": "triton"}}, reward={"store": True})[model])
+    followed = set() if model == "reference" else {"reload", "store"}
+    assert declared.keys() - ServedModel.of(declared).meaning.keys() == harmless | followed
 
 
 def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
