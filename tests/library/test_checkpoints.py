@@ -19,12 +19,15 @@ from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_triton.checkpoints.inspection import (
+    NUM_PIECES,
+    PIECE_BYTES,
     CheckpointError,
     Constants,
     fingerprint_model,
     inspect_checkpoint,
     is_same_model,
 )
+from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens, special_tokens_in
 
 
@@ -184,8 +187,11 @@ def test_fingerprint_samples_the_whole_file(tmp_path, name):
 
 
 def test_fingerprint_contains_every_tensor_and_key_of_the_config_that_decide_a_score(tmp_path):
-    model = save_tiny(tmp_path, "gpt2", "reward", vocab_size=65_536)  # in its file, the head comes first
+    model = save_tiny(tmp_path, "gpt2", "reward", n_layer=8, vocab_size=65_536)
     known = fingerprint_model(tmp_path)
+    head = read_header(tmp_path / "model.safetensors")["score.weight"]
+    assert head.start > PIECE_BYTES  # behind the header, and before the second piece
+    assert head.start + head.num_bytes < (tmp_path / "model.safetensors").stat().st_size // NUM_PIECES
     with torch.no_grad():
         model.score.weight.add_(1e-4)
     model.save_pretrained(tmp_path)
