@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.rewards import read_template
 from rlhf_triton.config.sections import ModelSection
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
@@ -107,7 +108,7 @@ def write_settings(config: RunConfig, changed: Mapping[str, list[Any]]) -> None:
 
 
 def read_contents(config: RunConfig) -> dict[str, str]:
-    """Return a hash of each file of the user's functions and environment, and of the reward model, by setting.
+    """Return a hash of each file of the user's functions and environment, of the reward model and template, by setting.
 
     What this machine does not have, because the server runs on another, is left out.
     """
@@ -122,6 +123,9 @@ def read_contents(config: RunConfig) -> dict[str, str]:
     if config.uses_reward_model:
         with contextlib.suppress(OSError, CheckpointError):
             contents["reward.model"] = fingerprint_model(config.reward.model)
+        if config.reward.template is not None:
+            with contextlib.suppress(ValueError):
+                contents["reward.template"] = hashlib.sha256(read_template(config.reward.template).encode()).hexdigest()
     return contents
 
 

@@ -509,6 +509,18 @@ def test_edited_config_of_the_reward_model_is_refused(tmp_path, checkpoints):
         find_changes(config, accepted=False)
 
 
+def test_edited_reward_template_is_refused(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ response }}")
+    run = after_five_steps(tmp_path / "run")
+    config = RunConfig.model_validate({"run": {"dir": run}, "critic": {}, "reward": {"template": str(template)}})
+    write_settings(config, {})
+    assert find_changes(config, accepted=False) == {}
+    template.write_text("{{ prompt }}{{ response }}")
+    with pytest.raises(ConfigError, match=r"reward\.template: the file's content"):
+        find_changes(config, accepted=False)
+
+
 def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path):
     run = after_five_steps(tmp_path / "run", name="ppo")
     config = config_of(run, name="ppo")
