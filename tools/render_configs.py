@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # as a file: the package beside it, not the installed one
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, fingerprint_weights, inspect_checkpoint
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, fingerprint_model, inspect_checkpoint
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from rlhf_triton.config.command_line import reporting, run_parser
@@ -232,7 +232,7 @@ def _reward_parameters(config: RunConfig, place: PathForm) -> dict[str, str]:
     if section.store:
         kept = {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": "swap"}
     else:
-        kept = {contract.CHECKPOINT_FINGERPRINT: _weights_fingerprint("reward", section.model)}
+        kept = {contract.CHECKPOINT_FINGERPRINT: _model_fingerprint("reward", section.model)}
     return {
         **_scoring_parameters(section, config, place),
         **_fingerprints(section.model),
@@ -271,12 +271,13 @@ def _function_parameters(term: RewardTerm, config: RunConfig, place: PathForm) -
 
 
 def _functions_fingerprint(config: RunConfig) -> str:
-    """Return a hash of the reward functions: their files' content, names and options."""
+    """Return a hash of the reward functions: their files' content, names, options, and whether they score groups."""
     digest = hashlib.sha256()
     for name, term in config.functions.items():
         file = Path(str(term.function).rpartition(":")[0])
         content = file.read_bytes() if file.is_file() else str(term.function).encode()
-        digest.update(json.dumps([name, str(term.function).rpartition(":")[2], term.options]).encode() + content)
+        about = [name, str(term.function).rpartition(":")[2], term.options, term.groupwise]
+        digest.update(json.dumps(about).encode() + content)
     return digest.hexdigest()
 
 
@@ -342,7 +343,7 @@ def _reference(config: RunConfig, place: PathForm, render: Render) -> dict[str, 
         **_scoring_parameters(config.reference, config, place),
         contract.TEMPERATURE: repr(config.actor.generation.temperature),
         contract.BANNED_TOKEN_IDS: _banned_token_ids(config.actor.policy.model),
-        contract.CHECKPOINT_FINGERPRINT: _weights_fingerprint("reference", config.reference.model),
+        contract.CHECKPOINT_FINGERPRINT: _model_fingerprint("reference", config.reference.model),
     }
     outputs = contract.outputs_of(contract.REFERENCE)
     return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters, outputs)}
@@ -357,12 +358,12 @@ def _banned_token_ids(policy: Path) -> str:
         return contract.id_ranges(special_tokens_in(policy).banned_ids)
 
 
-def _weights_fingerprint(section: str, folder: Path) -> str:
-    """Return the fingerprint of the weights in `folder`, of `<section>.model`; "" if there are none yet."""
+def _model_fingerprint(section: str, folder: Path) -> str:
+    """Return the fingerprint of the checkpoint in `folder`, of `<section>.model`; "" if there is none yet."""
     if not (folder / CONFIG_FILE).is_file():
         return ""
     with _named(f"{section}.model"):
-        return fingerprint_weights(folder)
+        return fingerprint_model(folder)
 
 
 def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:

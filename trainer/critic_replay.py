@@ -30,6 +30,7 @@ class CriticReplay:
         self._store = WeightsStore(config.run.weights_dir)
         self._threads = config.trainer.threads
         self._step = step
+        self._store.verify_files(0)
         folder = self._store.folder(0)
         self._update = load_update(folder, config.trainer, seed=config.run.seed, dtype=config.critic.dtype)
         if step:

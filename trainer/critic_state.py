@@ -97,12 +97,7 @@ class CriticState:
         )
 
     def restore_at_start(self) -> None:
-        """Call `restore_newest`, log a warning about changed settings, and restore results missing from the journal.
-
-        Raises WeightsError if version 0, from which all training starts, is damaged; otherwise as `restore_newest`.
-        """
-        with self._progress.working("verifying version 0"):
-            self._store.verify_hashes(self._store.manifest(0))
+        """Call `restore_newest`, log a warning about changed settings, and restore results missing from the journal."""
         state = self.restore_newest()
         if state is None:
             return
@@ -119,9 +114,14 @@ class CriticState:
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
         """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.
 
-        Returns the checkpoint's state; None if there is no checkpoint: the critic then starts from version 0. Raises
-        CheckpointError as `_load_newest`.
+        Returns the checkpoint's state; None if there is no checkpoint: the critic then starts from version 0.
+
+        Raises:
+            WeightsError: version 0, which has the weights that training does not change, is damaged.
+            CheckpointError: as `_load_newest`.
         """
+        with self._progress.working("verifying version 0"):
+            self._store.verify_hashes(self._store.manifest(0))
         with self._progress.working("loading a checkpoint"):
             config = self._config
             folder = self._store.folder(0)
@@ -138,7 +138,7 @@ class CriticState:
         """Load the newest checkpoint up to `step` and replay the steps after it; return an error message or None.
 
         Step 0 needs no checkpoint, but is refused if the run has requested checkpoints, which it would discard. After
-        an error, call `restore_newest`.
+        an error, call `restore_newest`. Raises WeightsError if version 0 is damaged.
         """
         if step == 0 and (saved := [asked for asked in self._checkpoints.asked_steps() if asked > 0]):
             return (

@@ -33,10 +33,13 @@ class CriticVersions:
         return self._publish() if self.critic.step % self.every == 0 else (None, None)
 
     def publish_remainder(self) -> str | None:
-        """Publish updates that are not served yet because `publish.every` is above 1; return the error, if any."""
-        if self.every > 1 and self.store.manifest(self.current()).step < self.critic.step:
-            return self._publish()[1]
-        return None
+        """Publish updates that are not served, as `publish.every` is above 1 or the newest version was rejected.
+
+        Returns the error, if any.
+        """
+        is_rejected = self.store.versions()[-1] != self.current()
+        is_held_back = self.every > 1 and self.store.manifest(self.current()).step < self.critic.step
+        return self._publish()[1] if is_rejected or is_held_back else None
 
     def ensure_served(self) -> str | None:
         """Publish the critic again unless its weights are served already; return the error, if any.

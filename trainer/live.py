@@ -13,6 +13,7 @@ from rlhf_triton.checkpoints.tokenization import (
 )
 from rlhf_triton.config import RunConfig
 from rlhf_triton.config.live_models import live_model
+from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.canary import canary_outputs
 from rlhf_triton.store.weights import WeightsError, WeightsStore
@@ -33,6 +34,7 @@ def publish_reward(
 
     Raises:
         CheckpointError: the checkpoint is damaged, not finite, or has another architecture, head or tokenizer.
+        WeightsError: the served version is damaged.
         RlhfError: its accuracy is more than `TOLERANCE` below the served version's.
         VersionRejected: its copy failed verification, or an instance rejected it; the old version keeps serving.
     """
@@ -48,6 +50,7 @@ def publish_reward(
             f"{checkpoint} has another tokenizer or chat template than reward.model ({section.model}), with which "
             "requests are rendered; to serve it, start a run with this checkpoint"
         )
+    manifest = store.verify_files(current, digest_of_mapped)
     served = reward_loader(section)(store.folder(current))
     candidate = served.with_weights(checkpoint)
     candidate.check_finite()
@@ -63,7 +66,6 @@ def publish_reward(
                 f"not published: its accuracy on reward.gate, {after:.4f}, is more than {TOLERANCE:g} below the served "
                 f"version's, {before:.4f}"
             )
-    manifest = store.manifest(current)
     publisher = Publisher(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
     write = functools.partial(copy_checkpoint, checkpoint)
     return publisher.publish(candidate, step=0, parent=current, beat=beat, write=write, source=checkpoint)

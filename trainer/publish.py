@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_weights
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.client.control_plane import ControlPlaneError, Failure, Loaded, ModelServers
 from rlhf_triton.config import CriticSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
@@ -298,7 +298,7 @@ def initialise_store(
             settings.
     """
     given = section.model_dump(mode="json", include={"standardization", "pretrain"})
-    weights = [fingerprint_weights(section.model), digest_of(section.model / CONFIG_FILE)]
+    weights = [fingerprint_model(section.model), digest_of(section.model / CONFIG_FILE)]
     made_from = {MODEL: weights, **{f"critic.{key}": value for key, value in given.items()}}
     if store.current() is None and 0 not in store.versions():
         critic = load_critic(section.model, standardization=constants_of(section.standardization))
@@ -315,6 +315,8 @@ def initialise_store(
             source=str(section.model),
         )
     known = store.manifest(0).made_from or made_from
+    if is_same_model(known[MODEL][0], weights[0]):
+        known[MODEL][0] = weights[0]
     changed = [key for key, value in made_from.items() if value != known.get(key)]
     if changed:
         key = changed[0]

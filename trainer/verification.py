@@ -91,12 +91,13 @@ def verify_alone(
 
 
 def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> bool:
-    """Return whether `version`'s weights are bit-identical to the critic's, in the versions' dtype."""
-    if isinstance(critic, TrainedCritic) and critic.in_slices:
-        return critic.holds_slices(store, version)
+    """Return whether `version` is intact and its weights are bit-identical to the critic's, in the versions' dtype."""
     try:
+        store.verify_hashes(store.manifest(version), digest_of_mapped)
+        if isinstance(critic, TrainedCritic) and critic.in_slices:
+            return critic.holds_slices(store, version)
         stored = critic.with_weights(store.folder(version)).model.state_dict()
-    except CheckpointError:
+    except (CheckpointError, WeightsError):
         return False
     return all(torch.equal(tensor, stored[name].to(tensor)) for name, tensor in critic.weights().items())
 

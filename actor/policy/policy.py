@@ -34,7 +34,7 @@ from rlhf_triton.actor.policy.loading import (
     load_model,
 )
 from rlhf_triton.actor.policy.samplers import OtherSamplers
-from rlhf_triton.checkpoints.inspection import fingerprint_weights
+from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
@@ -88,7 +88,7 @@ class Policy:
         model = load_model(settings, as_stored=ranks.size > 1)
         check_positions(model, folder, *(longest_row or actor.longest_row))
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
-        self.fingerprint = fingerprint_weights(folder)
+        self.fingerprint = fingerprint_model(folder)
         self._models = PolicyModels(
             model,
             settings,

@@ -20,7 +20,7 @@ from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import actor_checkpoints
-from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
@@ -195,31 +195,32 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     """
     policy.trained.verify(folder)
     state = read_state(folder)
-    if state["start_fingerprint"] != policy.fingerprint:
+    if not is_same_model(state["start_fingerprint"], policy.fingerprint):
         raise CheckpointError(
             f"{folder} was saved by a run that started from {state['start']}, but actor.policy.model is now "
-            f"{policy.settings.model}, which has different weights: the KL would be measured against a different "
-            f"reference; set actor.policy.model back, {WAY_OUT}"
+            f"{policy.settings.model}, which has different weights or another config.json: the KL would be "
+            f"measured against a different reference; set actor.policy.model back, {WAY_OUT}"
         )
-    if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
+    known = state.get("reference_fingerprint")
+    if reference is not None and known is not None and not is_same_model(known, reference):
         raise CheckpointError(
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
-            f"has different weights now; set it back, {WAY_OUT}"
+            f"has different weights or another config.json now; set it back, {WAY_OUT}"
         )
     policy.trained.changed(state["settings"], folder)
     return state
 
 
 def reference_of(config: RunConfig, policy: Policy) -> dict[str, str | None]:
-    """Return the reference's folder and the fingerprint of its weights.
+    """Return the reference's folder and its fingerprint.
 
-    The fingerprint is None if there is no KL, or the weights are not accessible.
+    The fingerprint is None if there is no KL, or the folder is not accessible.
     """
     kl = config.actor.kl
     folder = config.reference.model
     fingerprint = None
     if kl.serves_reference:
-        fingerprint = fingerprint_weights(folder) if folder.is_dir() else None
+        fingerprint = fingerprint_model(folder) if folder.is_dir() else None
     elif kl.uses_reference:
         fingerprint = policy.fingerprint
     return {"reference": str(folder), "reference_fingerprint": fingerprint}

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.rewards import read_template
 from rlhf_triton.config.sections import ModelSection
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC
@@ -77,7 +78,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     if optimizer.min_lr not in (None, optimizer.lr) and was != new:
         changed["actor.steps"] = [was, new]
     contents = read_contents(config)
-    differing = [key for key in contents if key in known and known[key] != contents[key]]
+    differing = [key for key in contents if key in known and not is_same_model(known[key], contents[key])]
     changed |= {key: ["", CONTENT] for key in differing if key not in changed}  # else its path has changed
     guarded = describe_changes({key: values for key, values in changed.items() if _is_guarded(key)})
     if guarded and not accepted:
@@ -107,7 +108,7 @@ def write_settings(config: RunConfig, changed: Mapping[str, list[Any]]) -> None:
 
 
 def read_contents(config: RunConfig) -> dict[str, str]:
-    """Return a hash of each file of the user's functions and environment, and of the reward model, by setting.
+    """Return a hash of each file of the user's functions and environment, of the reward model and template, by setting.
 
     What this machine does not have, because the server runs on another, is left out.
     """
@@ -121,7 +122,10 @@ def read_contents(config: RunConfig) -> dict[str, str]:
                 contents[key] = hashlib.sha256(Path(found["file"]).read_bytes()).hexdigest()
     if config.uses_reward_model:
         with contextlib.suppress(OSError, CheckpointError):
-            contents["reward.model"] = fingerprint_weights(config.reward.model)
+            contents["reward.model"] = fingerprint_model(config.reward.model)
+        if config.reward.template is not None:
+            with contextlib.suppress(ValueError):
+                contents["reward.template"] = hashlib.sha256(read_template(config.reward.template).encode()).hexdigest()
     return contents
 
 

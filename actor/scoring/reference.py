@@ -11,7 +11,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.rollout_rows import RolloutRow
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.checkpoints.inspection import fingerprint_weights
+from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
@@ -84,9 +84,9 @@ class ServedReference:
                     "log-probs would belong to a different distribution; start the server with the actor's "
                     "configuration"
                 )
-        if self.checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self.checkpoint):
+        if self.checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_model(self.checkpoint):
             raise RlhfError(
-                f"the server's {REFERENCE} is {declared.folder}, whose weights differ from "
+                f"the server's {REFERENCE} is {declared.folder}, whose weights or config.json differ from "
                 f"reference.model ({self.checkpoint}); start the server with the actor's configuration"
             )
 

@@ -30,6 +30,7 @@ def serve(args: Mapping[str, str]) -> JournalServer:
     number = store.current()
     if number is None:
         raise RuntimeError(f"the weights store {store.root} is empty; {FIRST_VERSION}")
+    store.verify_file(store.manifest(number), CONFIG_FILE)
     config = json.loads((store.folder(number) / CONFIG_FILE).read_bytes())
     limits = Limits(int(config["vocab_size"]), max_positions(config))
     return JournalServer(parameters, functools.partial(accept, limits), reply)

@@ -5,6 +5,7 @@ Imports neither torch nor transformers, and never opens a pickled file.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -58,9 +59,11 @@ TOKENIZERS = {
     "vocab.json": "BPE (vocab.json)",
 }
 
-# pieces of each weights file that `fingerprint_weights` hashes
+# pieces of each weights file that `fingerprint_model` hashes
 NUM_PIECES = 256
 PIECE_BYTES = 4096
+# keys of config.json that change no output and that saving a model again may change
+RECORDS = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # a relative path that starts like this is not a Hub id
 
@@ -360,25 +363,44 @@ def stored_dtypes(folder: Path) -> set[str]:
     return {tensor.dtype for tensor in _read_tensors(folder).values()}
 
 
-def fingerprint_weights(folder: Path) -> str:
-    """Return a hash of the weights files' sizes and of evenly spaced pieces of them. Takes milliseconds for any size.
+def fingerprint_model(folder: Path) -> str:
+    """Return two hashes, `<weights>.<details>`, that tell models apart. Takes milliseconds for most sizes.
 
-    Training changes every piece, so two models have different hashes, and so do two dtypes of one model. A damaged copy
-    can have the same hash as the original.
+    The first is of the weights files' sizes and of evenly spaced pieces of them: training changes every piece, and two
+    dtypes of one model differ. The second is of config.json without `RECORDS` and of the start of each tensor: no piece
+    may contain a small tensor, such as a head that was trained alone. A damaged copy can have the same fingerprint.
 
     Raises:
         CheckpointError: `folder` is not a checkpoint or has only pickled weights, or a file is damaged.
     """
     check_checkpoint(folder)
-    digest = hashlib.sha256()
-    for file in sorted({folder / tensor.file for tensor in _read_tensors(folder).values()}):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as stream:
+    weights = hashlib.sha256()
+    details = hashlib.sha256(json.dumps(_without_records(read_config(folder)), sort_keys=True).encode())
+    tensors = sorted(_read_tensors(folder).values(), key=lambda tensor: (tensor.file, tensor.start))
+    for name, stored in itertools.groupby(tensors, lambda tensor: tensor.file):
+        size = (folder / name).stat().st_size
+        weights.update(f"{name} {size} ".encode())
+        with (folder / name).open("rb") as stream:
             for i in range(NUM_PIECES):
                 stream.seek(max(0, size - PIECE_BYTES) * i // (NUM_PIECES - 1))
-                digest.update(stream.read(PIECE_BYTES))
-    return digest.hexdigest()
+                weights.update(stream.read(PIECE_BYTES))
+            for tensor in stored:
+                stream.seek(tensor.start)
+                details.update(stream.read(min(PIECE_BYTES, tensor.num_bytes)))
+    return f"{weights.hexdigest()}.{details.hexdigest()}"
+
+
+def is_same_model(stored: str, now: str) -> bool:
+    """Return whether a stored fingerprint is that of a model. Releases up to 0.1.0 stored only the first hash."""
+    return now.startswith(stored)
+
+
+def _without_records(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_records(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in RECORDS
+    }
 
 
 def _constants(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> Constants | None:

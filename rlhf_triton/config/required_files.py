@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_triton.checkpoints.inspection import (
     CheckpointError,
     check_pickles,
-    fingerprint_weights,
+    fingerprint_model,
     inspect_checkpoint,
     reward_head,
 )
@@ -157,12 +157,12 @@ def _check_store(config: RunConfig) -> None:
     current = store.current() if config.reward.store else None
     if current is None:
         return
-    wanted = fingerprint_weights(config.reward.model)
-    if wanted not in (fingerprint_weights(store.folder(version)) for version in (current, 0)):
+    wanted = fingerprint_model(config.reward.model)
+    if wanted not in (fingerprint_model(store.folder(version)) for version in (current, 0)):
         raise CheckpointError(
             f"{config.reward.model} would not be served: reward.store serves from {store.root}, whose versions 0 and "
-            f"{current} have other weights; publish it with `rlhf-triton weights publish --model reward FOLDER`, "
-            "restore reward.model, or start in another folder (run.dir)"
+            f"{current} have other weights or another config.json; publish it with `rlhf-triton weights publish "
+            "--model reward FOLDER`, restore reward.model, or start in another folder (run.dir)"
         )
 
 

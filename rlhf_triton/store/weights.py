@@ -233,7 +233,7 @@ class WeightsStore:
         self.records = ServingRecords(root / "serving")
         self._current = root / "CURRENT"
         self._next = root / "NEXT"
-        self._verified: set[int] = set()  # verified base versions of adapters
+        self._verified: dict[int, tuple[int, ...]] = {}  # base version of adapters -> `file_stamp` when it was verified
 
     def folder(self, version: int) -> Path:
         """Return the folder of `version`."""
@@ -287,9 +287,14 @@ class WeightsStore:
                     f"version {version}: {MANIFEST_FILE} is damaged: its content does not match its seal"
                 )
             data.pop("tensors", None)  # which 0.1.0 wrote
-            return Manifest(**data)
+            manifest = Manifest(**data)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise WeightsError(f"version {version}: cannot read {MANIFEST_FILE}: {reason_of(error)}") from error
+        if manifest.version != version:
+            raise WeightsError(
+                f"version {version}: {MANIFEST_FILE} is that of version {manifest.version}; remove the folder {version}"
+            )
+        return manifest
 
     def manifests(self) -> list[Manifest]:
         """Return the readable manifests, ascending by version."""
@@ -365,22 +370,40 @@ class WeightsStore:
     ) -> None:
         """Compare the digests of the files, or of every `parts`-th file starting at `part`, with the manifest.
 
-        The base version of adapters is verified once in the lifetime of this object. Raises WeightsError if a file
-        differs or is unreadable.
+        The base version of adapters is verified again only after its files have changed. Raises WeightsError if a file
+        differs, is unreadable, or would be loaded although the manifest does not name it.
         """
-        for name, expected in sorted(manifest.files.items())[part::parts]:
-            try:
-                found = digest(self.folder(manifest.version) / name)
-            except (OSError, ValueError) as error:
-                raise WeightsError(f"version {manifest.version}: cannot read {name}: {reason_of(error)}") from error
-            if found != expected:
-                raise WeightsError(
-                    f"version {manifest.version}: {name} has digest {brief(found)}, but its manifest "
-                    f"says {brief(expected)}"
-                )
-        if manifest.base is not None and manifest.base not in self._verified:
-            self.verify_hashes(self.manifest(manifest.base), digest, part=part, parts=parts)
-            self._verified.add(manifest.base)
+        version = manifest.version
+        for name in sorted(manifest.files)[part::parts]:
+            self.verify_file(manifest, name, digest)
+        unnamed = {path.name for path in self.folder(version).glob("*.safetensors")} - manifest.files.keys()
+        if unnamed:
+            raise WeightsError(f"version {version}: its manifest does not name {min(unnamed)}; remove this file")
+        if manifest.base is not None:
+            stamp = self.file_stamp(manifest.base)
+            if self._verified.get(manifest.base) != stamp:
+                self.verify_hashes(self.manifest(manifest.base), digest, part=part, parts=parts)
+                self._verified[manifest.base] = stamp
+
+    def verify_file(self, manifest: Manifest, name: str, digest: Callable[[Path], str] = digest_of) -> None:
+        """Compare the digest of one file with the manifest. Raises WeightsError if it differs or is unreadable."""
+        expected = manifest.files[name]
+        try:
+            found = digest(self.folder(manifest.version) / name)
+        except (OSError, ValueError) as error:
+            raise WeightsError(f"version {manifest.version}: cannot read {name}: {reason_of(error)}") from error
+        if found != expected:
+            raise WeightsError(
+                f"version {manifest.version}: {name} has digest {brief(found)}, but its manifest says {brief(expected)}"
+            )
+
+    def file_stamp(self, version: int) -> tuple[int, ...]:
+        """Return inode, size and mtime of each of the version's files, which show a later change; () if unreadable."""
+        try:
+            found = [path.stat() for path in sorted(self.folder(version).iterdir())]
+        except OSError:
+            return ()
+        return tuple(number for status in found for number in (status.st_ino, status.st_size, status.st_mtime_ns))
 
     def serving(self) -> list[ServingRecord]:
         """Return the records of live instances that serve a version."""

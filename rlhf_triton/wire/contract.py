@@ -52,7 +52,9 @@ REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 GROUPWISE = "groupwise"  # parameter: "true" if a reward function needs all responses to a prompt in one request
 TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
 BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, `id_ranges`: ids that are never sampled
-CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter of a model without versions: fingerprint of its weights
+CHECKPOINT_FINGERPRINT = (
+    "checkpoint_fingerprint"  # parameter of a model without versions: fingerprint of its checkpoint
+)
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
 PREV_VALUES = "prev_values"  # same as returns
 MASK = "mask"  # same as returns

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from prompts import one_prompt
 from safetensors.torch import save_file
 from samples import a_sample, rewarded
 from settings import nested
+from tiny_checkpoints import change_config
 
 from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
@@ -266,18 +268,21 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(tmp_path, server, cap
 async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, server, monkeypatch):
     """One that cannot be seen from here is not compared."""
     served = {"kl_reference": "triton", "kl_coef": 0.1}
-    weights = {"one": "a", "other": "b"}
-    monkeypatch.setattr("rlhf_triton.actor.run.checkpoints.fingerprint_weights", lambda folder: weights[folder.name])
+    weights = {"one": "a.1", "other": "b.1", "same weights": "a.2", "of 0.1.0": "a"}
+    monkeypatch.setattr("rlhf_triton.actor.run.checkpoints.fingerprint_model", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
     await Recorded(tmp_path, server, tmp_path / "one", **served).save(2)
     different = r"measured against .*/one, but reference\.model has different weights"
-    for other in (Recorded(tmp_path, server, tmp_path / "other", **served), Recorded(tmp_path, server)):
+    others = [Recorded(tmp_path, server, tmp_path / name, **served) for name in ("other", "same weights")]
+    for other in (*others, Recorded(tmp_path, server)):
         with pytest.raises(CheckpointError, match=different):
             await other.checkpoints.resume()
     assert server.rewound == []
     for folder in ("one", "elsewhere"):
         assert await Recorded(tmp_path, server, tmp_path / folder, **served).checkpoints.resume() == 2
+    await Recorded(tmp_path, server, tmp_path / "of 0.1.0", **served).save(2)  # had no hash of config.json
+    assert await Recorded(tmp_path, server, tmp_path / "same weights", **served).checkpoints.resume() == 2
 
 
 async def test_failed_critic_save_is_logged_and_retried_at_the_end(tmp_path, server, caplog):
@@ -489,6 +494,32 @@ def test_changed_reward_model_is_listed_with_both_paths(tmp_path, checkpoints):
     write_settings(before, {})
     line = f"reward.model: {checkpoints.reward} -> {checkpoints.critic}"
     assert describe_changes(find_changes(now, accepted=True)) == [line]
+
+
+def test_edited_config_of_the_reward_model_is_refused(tmp_path, checkpoints):
+    model = shutil.copytree(checkpoints.reward, tmp_path / "reward")
+    run = after_five_steps(tmp_path / "run")
+    config = RunConfig.model_validate({"run": {"dir": run}, "critic": {}, "reward": {"model": str(model)}})
+    write_settings(config, {})
+    found = json.loads((run / "contents.json").read_text())["reward.model"]
+    (run / "contents.json").write_text(json.dumps({"reward.model": found.partition(".")[0]}))  # written by 0.1.0
+    assert find_changes(config, accepted=False) == {}
+    write_settings(config, {})
+    change_config(model, rope_theta=1.0)
+    with pytest.raises(ConfigError, match=r"reward\.model: the file's content"):
+        find_changes(config, accepted=False)
+
+
+def test_edited_reward_template_is_refused(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ response }}")
+    run = after_five_steps(tmp_path / "run")
+    config = RunConfig.model_validate({"run": {"dir": run}, "critic": {}, "reward": {"template": str(template)}})
+    write_settings(config, {})
+    assert find_changes(config, accepted=False) == {}
+    template.write_text("{{ prompt }}{{ response }}")
+    with pytest.raises(ConfigError, match=r"reward\.template: the file's content"):
+        find_changes(config, accepted=False)
 
 
 def test_changed_critic_model_has_no_effect_once_weights_are_published(tmp_path):

@@ -19,11 +19,15 @@ from tokenizers.normalizers import Lowercase
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf_triton.checkpoints.inspection import (
+    NUM_PIECES,
+    PIECE_BYTES,
     CheckpointError,
     Constants,
-    fingerprint_weights,
+    fingerprint_model,
     inspect_checkpoint,
+    is_same_model,
 )
+from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens, special_tokens_in
 
 
@@ -164,9 +168,9 @@ def test_fingerprint_differs_for_different_weights(tmp_path):
     model.save_pretrained(tmp_path / "trained")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "narrow")
     model.save_pretrained(tmp_path / "parts", max_shard_size="2KB")
-    found = {path.name: fingerprint_weights(path) for path in tmp_path.iterdir()}
+    found = {path.name: fingerprint_model(path) for path in tmp_path.iterdir()}
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
-    assert {len(each) for each in found.values()} == {64}
+    assert {len(each) for each in found.values()} == {129}
     assert found.pop("copy") == found["one"]
     assert len(set(found.values())) == 4
 
@@ -175,11 +179,39 @@ def test_fingerprint_differs_for_different_weights(tmp_path):
 def test_fingerprint_samples_the_whole_file(tmp_path, name):
     """The weights of an 8 MiB file change as little as in one update."""
     model = save_tiny(tmp_path, "llama", "language", vocab_size=65_536)
-    known = fingerprint_weights(tmp_path)
+    known = fingerprint_model(tmp_path)
     with torch.no_grad():
         model.get_parameter(name).add_(1e-4)
     model.save_pretrained(tmp_path)
-    assert fingerprint_weights(tmp_path) != known
+    assert fingerprint_model(tmp_path) != known
+
+
+def test_fingerprint_contains_every_tensor_and_key_of_the_config_that_decide_a_score(tmp_path):
+    model = save_tiny(tmp_path, "gpt2", "reward", n_layer=8, vocab_size=65_536)
+    known = fingerprint_model(tmp_path)
+    head = read_header(tmp_path / "model.safetensors")["score.weight"]
+    assert head.start > PIECE_BYTES  # behind the header, and before the second piece
+    assert head.start + head.num_bytes < (tmp_path / "model.safetensors").stat().st_size // NUM_PIECES
+    with torch.no_grad():
+        model.score.weight.add_(1e-4)
+    model.save_pretrained(tmp_path)
+    trained = fingerprint_model(tmp_path)
+    assert trained != known
+    config = json.loads((tmp_path / "config.json").read_text())
+    for changes, same in (
+        ({"layer_norm_epsilon": 0.5}, False),
+        ({"reward_standardization": {"mean": 5, "std": 9}}, False),
+        ({"text_config": {"rope_theta": 1e6, "dtype": "float32"}}, False),
+        (
+            {"transformers_version": "4.0", "torch_dtype": "bfloat16", "_name_or_path": "there", "use_cache": False},
+            True,
+        ),
+        (dict(reversed(config.items())), True),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        assert (fingerprint_model(tmp_path) == trained) == same, changes
+        weights, _ = trained.split(".")
+        assert is_same_model(weights, fingerprint_model(tmp_path))  # stored by 0.1.0
 
 
 # ---- special tokens ----

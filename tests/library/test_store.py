@@ -407,6 +407,14 @@ def test_verify_files_detects_damaged_weights(tmp_path, damage):
         store.verify_files(0)
 
 
+def test_weights_file_that_the_manifest_does_not_name_is_damage(store):
+    """A model would be loaded with it."""
+    manifest = add(store, 0)
+    save_file({"score.weight": np.ones(3, np.float32)}, store.folder(0) / "score.safetensors")
+    with pytest.raises(WeightsError, match=r"version 0: its manifest does not name score\.safetensors; remove"):
+        store.verify_hashes(manifest)
+
+
 @pytest.mark.parametrize("size", [0, 1, mmap.PAGESIZE, 2 * mmap.PAGESIZE + 1])
 def test_digest_of_mapped_file_equals_digest_of_its_bytes(tmp_path, monkeypatch, size):
     monkeypatch.setattr(digests, "MAPPED_AT_ONCE", mmap.PAGESIZE)
@@ -431,6 +439,15 @@ def test_edited_manifest_field_is_detected(store, field):
     (store.folder(0) / "manifest.json").write_text(json.dumps(edited))
     with pytest.raises(WeightsError, match=r"version 0: manifest\.json is damaged"):
         store.manifest(0)
+
+
+def test_folder_with_the_manifest_of_another_version_is_refused(store):
+    add(store, 0)
+    shutil.copytree(store.folder(0), store.folder(1))
+    for refusing in (store.manifest, store.verify_files, store.set_current):
+        with pytest.raises(WeightsError, match=r"version 1: manifest\.json is that of version 0; remove the folder 1"):
+            refusing(1)
+    assert [manifest.version for manifest in store.manifests()] == [0]
 
 
 def test_manifest_of_release_0_1_0_is_read(store):

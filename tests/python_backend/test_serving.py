@@ -27,10 +27,12 @@ from loaders import load_language_model
 from scoring_rig import started
 from served_model import served_model
 from triton_python_backend_utils import Request
+from versions import flip
 
 from rlhf_triton.python_backend.serving import scheduling
 from rlhf_triton.python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
 from rlhf_triton.store.journal_entry import Result
+from rlhf_triton.store.weights import WeightsError
 from rlhf_triton.tools.render_configs import render_configs
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import (
@@ -563,6 +565,19 @@ def run(tmp_path_factory, checkpoints):
     run = make_run(tmp_path_factory.mktemp("run"), checkpoints, actor={"kl_reference": "triton"}, rewards=rewards)
     initialise_store(run.store, run.config.critic, run_id=run.run_id)
     return run
+
+
+def test_training_payloads_are_not_checked_against_a_damaged_config(run):
+    path = run.store.folder(0) / "config.json"
+    flip(path)
+    try:
+        with (
+            pytest.raises(WeightsError, match=r"version 0: config\.json has digest"),
+            served_model(run.config, "critic_train"),
+        ):
+            pass
+    finally:
+        flip(path)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_weights
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
+from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.tools import render_configs as render
 from rlhf_triton.tools.server.tritonserver import compile_ahead, load_order
@@ -232,13 +233,13 @@ def test_reference_config_follows_the_actors_sampling(tmp_path):
         make_checkpoint(tmp_path / name, "policy", make_tokenizer(), seed=seed)
         for name, seed in (("policy", 3), ("other", 4))
     )
-    assert fingerprint_weights(policy) != fingerprint_weights(other)
+    assert fingerprint_model(policy) != fingerprint_model(other)
     settings = {"kl_reference": "triton", "model": str(policy), "temperature": 0.7, "precision": "bfloat16"}
     for section, checkpoint in (({}, policy), ({"model": str(other)}, other)):
         found = parameters(rendered(load(tmp_path, actor=settings, reference=section)))
         assert (found["model"], found["dtype"]) == (str(checkpoint), "bfloat16")
         assert (float(found["temperature"]), json.loads(found["banned_token_ids"])) == (0.7, [0, 2])
-        assert found["checkpoint_fingerprint"] == fingerprint_weights(checkpoint)
+        assert found["checkpoint_fingerprint"] == fingerprint_model(checkpoint)
         assert found["tokenizer_fingerprint"] == fingerprint(make_tokenizer())
     (tmp_path / "policy" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"reference\.model: .* has no model\.safetensors"):
@@ -255,6 +256,22 @@ def steps(config):
     return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
 
 
+@pytest.mark.parametrize("model", ["reward_model", "critic", "reference"])
+def test_servers_may_differ_only_in_parameters_that_change_no_score(model):
+    harmless = {
+        "device",
+        "max_request_tokens",
+        "model",
+        "queue_timeout_s",
+        "tensor_parallel",
+        "threads",
+        "token_budget",
+    }
+    declared = parameters(parsed(actor={"kl": {"reference": "triton"}}, reward={"store": True})[model])
+    followed = set() if model == "reference" else {"reload", "store"}
+    assert declared.keys() - ServedModel.of(declared).meaning.keys() == harmless | followed
+
+
 def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
     """A client sends its rows only to servers that declare the same."""
     make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=3)
@@ -269,9 +286,16 @@ def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
     cases = [{"rewards": None}, {"rewards": {"length": function, "model": {}}}]
     before = [declared(**case) for case in cases]
     assert declared({"length": {**function, "options": {"n": 1}}, "model": {}}) != before[1]
+    groupwise = {**function, "groupwise": True}
+    assert declared({"a": function, "b": groupwise}) != declared({"a": groupwise, "b": function})
     assert all(declared(**case, pooling="last") != found for case, found in zip(cases, before, strict=True))
     file.write_text("def length(sample): return 2.0")
     assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [True, False]
+    config = tmp_path / "reward" / "config.json"
+    as_saved = config.read_text()
+    config.write_text(json.dumps({**json.loads(as_saved), "reward_standardization": {"mean": 5, "std": 9}}))
+    assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [False, False]
+    config.write_text(as_saved)
     make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=4)
     assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [False, False]
 

@@ -317,7 +317,7 @@ def test_reference_on_a_server_with_other_settings_is_refused(tmp_path, checkpoi
         "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
         f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
         f"policy.model={roles}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
-        f"policy.model={weights}": r"whose weights differ from reference\.model \(",
+        f"policy.model={weights}": r"whose weights or config\.json differ from reference\.model \(",
     }.items():
         with pytest.raises(RlhfError, match=message):
             compare(f"actor.{override}")
@@ -647,6 +647,11 @@ def test_reward_model_that_differs_from_the_store_is_refused(tmp_path, checkpoin
         store.set_current(number)
     check_files(run.config, server=True)  # version 0
     check_files(load_config(run.path, [f"reward.model={checkpoints.other_reward}"]), server=True)  # version 1
+    shutil.copytree(checkpoints.reward, tmp_path / "scaled")
+    edited = tmp_path / "scaled" / "config.json"
+    edited.write_text(json.dumps({**json.loads(edited.read_text()), "reward_standardization": {"mean": 5, "std": 9}}))
+    with pytest.raises(ConfigError, match=r"scaled would not be served: .* have other weights or another config\.json"):
+        check_files(load_config(run.path, [f"reward.model={tmp_path / 'scaled'}"]), server=True)
     config = load_config(run.path, [f"reward.model={checkpoints.critic}"])
     with pytest.raises(ConfigError, match=r"critic would not be served: .* whose versions 0 and 1 have other weights"):
         check_files(config, server=True)

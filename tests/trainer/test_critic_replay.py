@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sidecar_rig import payload
+from versions import flip
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.store.weights import WeightsError
 from rlhf_triton.trainer.critic_replay import CriticReplay
 
 pytest_plugins = ["sidecar_fixtures"]
@@ -34,6 +36,16 @@ def test_critic_replays_identically_from_a_checkpoint(make):
     )
     critic._update.trained.optimizer_step += 10
     assert re.fullmatch(r"the critic's loss: \S+ in the run, \S+ here", critic.train(3, payload(3)))
+
+
+def test_damaged_version_0_is_not_replayed(make):
+    """The steps would differ, and a fork would go on from it."""
+    rig = make(threads=1).begin()
+    rig.train(1)
+    rig.stop()
+    flip(rig.store.folder(0) / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"version 0: model\.safetensors has digest"):
+        CriticReplay(rig.config, 1)
 
 
 def test_new_run_goes_on_with_the_critic_of_an_earlier_step(make):

@@ -9,6 +9,7 @@ import torch
 from live_system import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
 from sidecar_rig import Instance
 from tiny_checkpoints import change_tensors
+from versions import flip
 
 from rlhf_triton.config import RunConfig
 from rlhf_triton.models.modeling import load_reward, quiet_transformers
@@ -144,6 +145,14 @@ def test_publish_refuses_a_poisoned_reward_version(run, capsys, kind):
         capsys.readouterr()
         assert run.tool("publish", str(changed(run, change)), gate=None) == 0
         assert "accuracy" not in capsys.readouterr().out
+
+
+def test_publish_compares_with_no_damaged_version(run, capsys):
+    """A worse checkpoint would pass the gate."""
+    flip(run.store.folder(0) / "model.safetensors")
+    assert run.tool("publish", str(changed(run, better))) == 2
+    assert "version 0: model.safetensors has digest" in capsys.readouterr().err
+    assert run.store.versions() == [0]
 
 
 def test_publish_refuses_other_tokenizers_templates_and_unversioned_models(run, tmp_path, capsys):

@@ -5,6 +5,7 @@ damage that cannot be repaired, disks that are really full, and which checkpoint
 """
 
 import errno
+import functools
 import logging
 import shutil
 import threading
@@ -27,7 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from safetensors import SafetensorError
-from sidecar_rig import PATIENCE_S, Killed, Rig, until
+from sidecar_rig import PATIENCE_S, Killed, Rig, overflowing, until
 from small_disk import small_disk
 from versions import flip, reseal
 
@@ -41,6 +42,7 @@ from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.disk_retry import until_done
+from rlhf_triton.trainer.publish import copy_checkpoint
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES = [
@@ -316,6 +318,38 @@ def test_entries_beyond_the_rewind_limit_are_pruned(make, monkeypatch):
     assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: there are checkpoints of steps 1, 5"
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_save_fails_and_removes_nothing_while_its_version_is_rejected(make, straight, every):
+    rig = make(publish={"every": every}).begin()
+    rig.train(1, 2)
+    assert rig.save(2, [2]).error is None
+    served = rig.store.current()
+    rig.instances[0].refuses.update(range(served + 1, 50))
+    rig.train(3, 4)
+    for _ in range(2):
+        saved = rig.save(4, [4])
+        assert "was refused by critic_0" in str(saved.error)
+        assert (saved.weights_version, rig.checkpoints.steps()) == (served, [2, 4])
+    rig.instances[0].refuses.clear()
+    rig.train(5, 6)
+    assert rig.save(6, [6]).error is None
+    assert rig.checkpoints.steps() == [6]
+    assert torch.equal(rig.weights(), straight.weights(6))
+
+
+def test_save_does_not_replace_a_version_after_a_failed_step_or_a_rollback(make):
+    rig = make().begin()
+    rig.train(1, 2)
+    assert rig.answer(rig.journal.accept_training(overflowing(), run_id="run", step=3)).error is not None
+    saved = rig.save(3)
+    assert (saved.error, saved.weights_version) == (None, 2)
+    write = functools.partial(copy_checkpoint, rig.store.folder(1))
+    back = rig.store.add(write, run_id="run", step=1, parent=1, epoch=1).version
+    rig.store.set_current(back)
+    saved = rig.save(3)
+    assert (saved.error, saved.weights_version) == (None, back)
+
+
 # ---- lost results ----
 
 
@@ -527,6 +561,24 @@ def test_a_damaged_version_0_ends_the_sidecar(make, settings):
     rig.stop()
     flip(rig.store.folder(0) / "model.safetensors")
     rig.assert_ends(WeightsError, "version 0: model.safetensors has digest")
+
+
+@pytest.mark.parametrize("kind", ["rewind", "save"])
+def test_no_earlier_step_is_restored_from_a_damaged_version_0(make, kind):
+    rig = make(lora_rank=2).begin()
+    rig.train(1, 2)
+    flip(rig.store.folder(0) / "model.safetensors")
+    entry = (
+        rig.journal.accept_rewind(run_id="run", target=1)
+        if kind == "rewind"
+        else rig.journal.accept_save(run_id="run", step=1)
+    )
+    until(lambda: rig.error is not None or rig.journal.result(entry) is not None)
+    assert isinstance(rig.error, WeightsError), rig.journal.result(entry)
+    assert "version 0: model.safetensors has digest" in str(rig.error)
+    assert rig.journal.result(entry) is None
+    flip(rig.store.folder(0) / "model.safetensors")
+    assert rig.start().answer(entry).error is None
 
 
 # ---- disks that are really full ----

@@ -82,6 +82,12 @@ def test_published_version_reproduces_the_trained_critic(tmp_path, family, chang
         assert all(torch.equal(stored[name].cpu(), tensor.cpu()) for name, tensor in merged.items())
         np.testing.assert_allclose(critic.values([ROW])[0], update.critic.values([ROW])[0], rtol=1e-5, atol=1e-6)
     assert not holds_weights(store, 0, update.critic)
+    config = store.folder(version) / "config.json"
+    published = config.read_bytes()
+    config.unlink()  # it is read-only
+    config.write_bytes(published.replace(b'"std": 1.0', b'"std": 9.0'))
+    assert not holds_weights(store, version, update.critic)
+    config.write_bytes(published)
     assert not hasattr(loaded.model.config, "critic_adapters")  # saved again, it is an ordinary version
     train(update, 2)
     assert not holds_weights(store, version, update.critic)
@@ -137,9 +143,11 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path):
         build(store, **ADAPTER).trained.parameters
     )
     base = store.folder(0) / "model.safetensors"
+    verify_alone(store, version)
     flip(base)
-    with pytest.raises(WeightsError, match=r"version 0: model\.safetensors has digest"):
-        verify_alone(WeightsStore(store.root), version)
+    for each in (store, WeightsStore(store.root)):  # the first has verified the base before
+        with pytest.raises(WeightsError, match=r"version 0: model\.safetensors has digest"):
+            verify_alone(each, version)
     base.unlink()
     with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
         load_critic(store.folder(version))

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.errors import reason_of
-from rlhf_triton.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore, weights_files
+from rlhf_triton.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore
 from rlhf_triton.wire.contract import VersionRange
 
 TOUCH_INTERVAL_S = 2.0
@@ -28,7 +28,7 @@ class Version:
 
     number: int
     model: Any
-    stamp: tuple[int, ...] = ()  # inode, size and mtime of each file when it was loaded; detects a later change
+    stamp: tuple[int, ...] = ()  # the store's `file_stamp` when the version was loaded
 
 
 class Follower:
@@ -170,7 +170,7 @@ class Follower:
         """Load a version before CURRENT names it; a failure matters only if CURRENT later names that version."""
         self._staged = None
         try:
-            stamp = self._file_stamp(number)
+            stamp = self._store.file_stamp(number)
             self._staged = Version(number, self._load_verified(number, self.version.model), stamp)
         except Exception as error:  # any error: the old version keeps serving
             self._unusable[number] = str(error)
@@ -180,20 +180,14 @@ class Follower:
         self._store.verify_hashes(self._store.manifest(number), digest_of_mapped)
         return self._load(self._store.folder(number), before)
 
-    def _file_stamp(self, number: int) -> tuple[int, ...]:
-        try:
-            found = [path.stat() for path in weights_files(self._store.folder(number))]
-        except OSError:
-            return ()
-        return tuple(number for status in found for number in (status.st_ino, status.st_size, status.st_mtime_ns))
-
     def _swap(self, number: int) -> None:
         """Serve version `number`, or record why this instance rejects it and keep serving the old one."""
         if self._record.rejected == number:  # already recorded; the sidecar moves CURRENT back
             return
         start = time.monotonic()
         previous = self.version.number
-        if self._staged is None or (self._staged.number, self._staged.stamp) != (number, self._file_stamp(number)):
+        stamp = self._store.file_stamp(number)
+        if self._staged is None or (self._staged.number, self._staged.stamp) != (number, stamp):
             self._unusable.pop(number, None)  # an earlier attempt may have read an incomplete file: try again
             self._stage(number)
         staged = self._staged
