@@ -393,10 +393,12 @@ def test_reply_without_the_templates_end_token_gets_it():
     assert chat.after_reply(answer, ids("<")[-1]) == [EOS, *rest]
 
 
-@pytest.mark.parametrize(("first", "turns"), [("<|extra|>", 0), ("hello", 1)])
-def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents, first, turns):
-    """In the first observation, or in the answer to a turn, which is its text."""
-    tokenizer = copy.deepcopy(TOKENIZER)
+@pytest.mark.parametrize(
+    ("original", "first", "turns"), [(TOKENIZER, "<|extra|>", 0), (TOKENIZER, "hello", 1), (REWRITING, "hello", 1)]
+)
+def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents, original, first, turns):
+    """In the first observation, or in the answer to a turn, which is its text, in the same row or in a new one."""
+    tokenizer = copy.deepcopy(original)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
     done = {}
@@ -409,6 +411,7 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
+    assert found.tokens.max(initial=0) < 160, "the policy computes log-probs of the row"
 
 
 # ---- a model's conversations, by every engine ----
