@@ -638,12 +638,18 @@ def test_turn_reward_is_placed_at_the_turns_last_token():
     assert end.score.ends.nonzero()[0].tolist() == [3, 6]
 
 
-@pytest.mark.parametrize("reward", [3e38, 1e39])
-def test_conversation_fails_if_its_reward_overflows_float32(reward):
-    """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
-    scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
-    assert ["exceed float32" in failure_of(each) for each in scored] == [True, False]
-    assert scored[1][0].score.reward == 1.0
+@pytest.mark.parametrize(
+    ("served", "steps", "turns"),
+    [(0.0, 0.0, (3e38, 3e38)), (0.0, 0.0, (1e39, -1e39)), (3e38, 0.0, (0.0, 3e38)), (-1e38, 3e38, (0.0, 1e38))],
+)
+def test_conversation_fails_if_its_reward_overflows_float32(served, steps, turns):
+    """Alone, or in sum with the served rewards: an infinite total would make the advantages of its whole group NaN."""
+    score = Score(reward=served, outcome=served, steps=np.array([0, 0, 0, 0, steps], np.float32))
+    end = row((2, 3, turns[0]), (4, 5, turns[1]), length=5)
+    (end,) = add_environment_rewards((replace(end, score=score),))
+    assert "exceed float32" in end.score.failure
+    (other,) = scored_of(row((2, 3, 1.0), length=3), served=3e38)[0]
+    assert (other.score.reward, other.score.failure) == (3e38, "")
 
 
 def test_metrics_cover_all_rows_of_the_trained_conversations():
