@@ -681,6 +681,12 @@ def test_rollout_lines_and_metrics_report_how_conversations_ended():
     metrics = text_metrics(scored)
     by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 10 / 3}
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
+    batch = batch_of(scored, "grpo")
+    dropped = scored_of(row(length=2, error="died"), replace(ROWS[0], restarts=3), row(length=2, error="died"), ROWS[1])
+    metrics = rollout_metrics(groups_of(scored), batch, dropped=groups_of(dropped), kl_coef=0.0)
+    by_hand |= {"failed_environments": 3 / 8, "restarted_environments": 3 / 8, "masked_samples": 3}
+    by_hand["reward_environment_missing"] = 3
+    assert {name: metrics[f"train_rollouts/{name}"] for name in by_hand} == pytest.approx(by_hand)
     lines = read_texts(scored, TOKENIZER)
     assert (lines[0]["turn_rewards"], lines[0]["turn_values"]) == ([1.0, 2.0], pytest.approx([0.15, 0.5]))
     assert (lines[0]["truncated"], lines[2]["error"], lines[2]["reward"]) == ("environment.max_turns", "died", None)

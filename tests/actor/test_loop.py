@@ -437,6 +437,19 @@ def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, che
     assert caplog.text.count("4 of 4 responses are excluded from the update") == 2
 
 
+def test_failed_environments_of_dropped_groups_are_counted(tmp_path, checkpoints):
+    """The environments of every other prompt fail, so its group has no spread; dynamic sampling replaces it."""
+    columns = [{"turns": -2}, {"turns": 2}] * 4
+    settings = {"max_resampled": 5, "max_failed_fraction": 0.99, "validation_size": 0, "rollout_size": 8}
+    go(environment_run(tmp_path, checkpoints, "Logged", columns, **settings))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert any(line["train_rollouts/resampled_prompts"] for line in lines)
+    for line in lines:
+        sampled = line["train_rollouts/rollout_size"] + 2 * line["train_rollouts/resampled_prompts"]
+        failed = line["train_rollouts/masked_samples"]
+        assert line["train_rollouts/failed_environments"] == pytest.approx(failed / sampled) != 0
+
+
 def test_run_masks_a_conversation_that_shows_the_policy_a_token_without_embedding(tmp_path, checkpoints):
     """The policy's log-probs are computed for every row of the step, also for those that failed."""
     policy = shutil.copytree(checkpoints.policy, tmp_path / "policy")
@@ -753,6 +766,14 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
     settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
     with pytest.raises(RlhfError, match="max_failed_fraction"):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
+
+
+def test_run_with_dead_rewards_stops_before_it_resamples(tmp_path, checkpoints):
+    scored = []
+    server = Server(lambda text: scored.append(text) or math.nan)
+    with pytest.raises(RlhfError, match="8 of 8 rewards are unavailable"):
+        go(make_grpo(tmp_path, checkpoints, server, rollout_size=8, max_resampled=20, validation_size=0))
+    assert len(scored) == 8
 
 
 def watched_batches(run):

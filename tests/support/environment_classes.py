@@ -213,7 +213,7 @@ class Fragile(Countdown):
 class Logged(Countdown):
     """Writes a line for each step."""
 
-    def __init__(self, log: str) -> None:
+    def __init__(self, log: str = os.devnull) -> None:
         self.log = log
 
     def step(self, action: str) -> tuple[str, float, bool]:
