@@ -239,18 +239,19 @@ def test_text_after_a_reply_matches_the_templates_rendering(template, keeps, ope
     assert chat.tokenizer.decode(row) == chat.prompt([*said, written, *more])
 
 
-def test_template_that_adds_a_space_before_replies_is_accepted():
-    """Llama 2's and Mistral's templates write one."""
+@pytest.mark.parametrize("end", ["eos_token", "' ' + eos_token"], ids=["Mistral", "Llama 2"])
+def test_template_that_adds_spaces_around_replies_is_accepted(end):
+    """The sampled reply stands, with or without them; an end that it has is not repeated."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+        f"{{% else %}}{{{{ ' ' + m.content + {end} }}}}{{% endif %}}{{% endfor %}}"
     )
     chat = Chat(tokenizer_of(template=template))
     chat.check()
-    assert (
-        chat.tokenizer.decode(chat.after_reply([PROBE_MESSAGE], EOS, "Yes."))
-        == f"[INST] {PROBE_MESSAGE['content']} [/INST]"
-    )
+    rest = f"[INST] {PROBE_MESSAGE['content']} [/INST]"
+    assert chat.tokenizer.decode(chat.after_reply([PROBE_MESSAGE], EOS, "Yes.")) == rest
+    end_text = " " * ("' '" in end) + chat.tokenizer.eos_token
+    assert chat.tokenizer.decode(chat.after_reply([PROBE_MESSAGE], ids("x")[-1], "Yes.")) == end_text + rest
 
 
 def test_check_prompts_reports_a_template_that_leaves_out_tools(agents, caplog):
