@@ -30,6 +30,7 @@ from settings import actor_section
 from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
+import rlhf_triton.actor.run.recorder
 from rlhf_triton.actor.algorithms import sample_metrics
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data.compute import ComputeThread
@@ -998,6 +999,7 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
 LONG = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
+    (rlhf_triton.actor.run.recorder, "training_texts"),
     (rlhf_triton.actor.loop, "critic_payload"),
     (StepTraining, "make_batch"),
     (Policy, "decode"),
