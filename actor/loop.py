@@ -9,14 +9,13 @@ import functools
 import time
 from typing import Any
 
-from rlhf_triton.actor.algorithms.batch import check_failures, critic_payload
+from rlhf_triton.actor.algorithms.batch import critic_payload
 from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method, log_choices
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
-from rlhf_triton.actor.data.rollout_rows import conversations_of
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
@@ -150,8 +149,6 @@ class TrainingRun:
         with timers.phase("rollout_wait"):
             rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
         timers.spans += rollout.timers.spans
-        sampled = conversations_of([*rollout.groups, *rollout.dropped])
-        check_failures(sampled, self.settings.rewards.max_failed_fraction)
         self.samples.add_groups(step, [*rollout.groups, *rollout.dropped])
         batch = await self.in_thread(self.training.make_batch, rollout.groups, rollout.dropped)
         payload = await self.in_thread(critic_payload, batch) if self.scorer.has_critic else None

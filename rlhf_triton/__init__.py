@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
     from rlhf_triton.client.reward import AsyncRewardClient, RewardClient, Scores
     from rlhf_triton.config import ClientSection
-    from rlhf_triton.environment import Environment
+    from rlhf_triton.environment import Environment, EnvironmentLost
     from rlhf_triton.errors import RlhfError
     from rlhf_triton.rewards.function import Sample, count
     from rlhf_triton.tools.api.runs import Run, train
@@ -40,6 +40,7 @@ _MODULES = {
     "ContractError": "wire.contract",
     "CriticClient": "client.critic",
     "Environment": "environment",
+    "EnvironmentLost": "environment",
     "LossInputs": "actor.algorithms.inputs",
     "ReportSection": "tools.report.data",
     "RequestFailed": "client.errors",
@@ -67,6 +68,7 @@ __all__ = [
     "ContractError",
     "CriticClient",
     "Environment",
+    "EnvironmentLost",
     "LossInputs",
     "ReportSection",
     "RequestFailed",

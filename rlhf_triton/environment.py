@@ -15,3 +15,11 @@ class Environment(Protocol):
     def step(self, action: str) -> tuple[str, float | None, bool]:
         """Process a turn of the policy; return the observation, the reward, and whether the conversation is over."""
         ...
+
+
+class EnvironmentLost(ConnectionError):
+    """Raise it from an environment that is gone through no fault of the policy: its conversation restarts.
+
+    Any other exception is a failure of the conversation: a restart after an error that an action has caused would
+    repeat the conversation until the policy acts otherwise, which biases the samples.
+    """

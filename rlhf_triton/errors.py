@@ -32,6 +32,8 @@ RlhfError                    the user can fix it; the message names what is wron
   RankFailed                 an error of another rank
 Stopped, StopRequested, RankLost    ends that are not errors
 AttemptFailed                       a failed attempt, before the next
+EnvironmentLost                     raised by a user's environment that is gone, so that its conversation restarts
+DifferentStatistics                 statistics of a loss that some micro-batches lack
 """
 
 import re

@@ -19,14 +19,19 @@ from rlhf_triton.actor.data.rollout_rows import (
 )
 
 
-def rollout_metrics(groups: Sequence[Group], batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], batch: PPOBatch, *, dropped: Sequence[Group] = (), kl_coef: float
+) -> dict[str, float]:
     """Return the `train_rollouts/…` metrics of one step: means over scored conversations or sampled tokens.
 
-    `batch`: the training batch of the rows of `groups`.
+    Args:
+        batch: the training batch of the rows of `groups`.
+        dropped: groups that dynamic sampling replaced; only their failures count.
     """
     conversations = conversations_of(groups)
     rows = rows_of(conversations)
-    metrics = {**text_metrics(conversations), "kl_coef": kl_coef}
+    failures = _failure_metrics([*conversations, *conversations_of(dropped)])
+    metrics = {**text_metrics(conversations), **failures, "kl_coef": kl_coef}
     counted = [conversations[i] for i in batch.conversations[batch.mask.any(-1)].unique().tolist()]
     kl_per_sequence = sequence_kl(counted)
     if batch.kl is not None and kl_per_sequence is not None:
@@ -92,19 +97,32 @@ def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
         "rewards": float(rewards.mean()),
         "rewards_std": float(rewards.std()),
         "fraction_of_samples_properly_ended": _mean(end.ended for end in ends),
-        "masked_samples": float(len(ends) - len(scored)),
         "distinct2": distinct_bigrams(rows),
     }
     if versions := [score.reward_version for score in scored if score.reward_version is not None]:
         metrics["reward_version"] = float(max(versions))
-    metrics |= process_metrics(conversations) | _conversation_metrics(conversations)
-    for name in ends[0].score.components:
-        values = [end.score.components.get(name, np.nan) for end in ends]
-        finite = [value for value in values if np.isfinite(value)]
-        if missing := len(values) - len(finite):  # the reward failed, or does not apply
-            metrics[f"reward_{name}_missing"] = float(missing)
-        if finite:  # a reward that failed on every row has no mean
+    metrics |= process_metrics(conversations) | _conversation_metrics(conversations) | _failure_metrics(conversations)
+    for name, values in _components(ends).items():
+        if finite := [value for value in values if np.isfinite(value)]:  # else the reward failed on every row
             metrics[f"reward_{name}"] = _mean(finite)
+    return metrics
+
+
+def _components(ends: Sequence[RolloutRow]) -> dict[str, list[float]]:
+    """Return the values of each term of the reward, NaN where it failed or does not apply."""
+    return {name: [end.score.components.get(name, np.nan) for end in ends] for name in ends[0].score.components}
+
+
+def _failure_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Return how many conversations, environments and terms of the reward failed."""
+    ends = [conversation[-1] for conversation in conversations]
+    metrics = {"masked_samples": float(len(ends) - len(scores_of(conversations)))}
+    if ends[0].turns is not None:
+        metrics["failed_environments"] = _mean(bool(end.error) for end in ends)
+        metrics["restarted_environments"] = _mean(end.restarts for end in ends)
+    for name, values in _components(ends).items():
+        if missing := int((~np.isfinite(values)).sum()):
+            metrics[f"reward_{name}_missing"] = float(missing)
     return metrics
 
 
@@ -133,8 +151,6 @@ def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, fl
         "turns": len(turns) / len(ends),
         "truncated": _mean(bool(end.truncated) for end in ends),
         "exact_turns": sum(exact) / max(1, len(exact)),
-        "failed_environments": _mean(bool(end.error) for end in ends),
-        "restarted_environments": _mean(end.restarts for end in ends),
     }
 
 

@@ -64,13 +64,14 @@ class CapturedAgents(ConversationRunner):
         """Return the policy's reply, sampled with the run's settings.
 
         Raises HttpError if the agent or the rollout has ended, a reply could not be sampled, or for stop strings that
-        the run does not have.
+        the run does not have; TemplateError if a token has no embedding.
         """
         if session not in self._rows:
             raise HttpError(404, f"session {session} is over: its agent has ended")
         if unknown := [stop for stop in sampling.stop if stop not in self._stop_strings]:
             problem = "must be in actor.generation.stop_strings, because the run decides what ends a reply"
             raise HttpError(400, f"stop: {unknown} {problem}", "stop")
+        self.check_tokens(tokens)
         try:
             self._rows[session].start_row()  # each call has its own row
             return await self._rows[session].sample_turn(tokens)

@@ -85,8 +85,10 @@ class Chat:
         tokens = encode_bare_text(self.tokenizer, rest)
         end = self.tokenizer.decode([last_token])
         # The reply was ended by the template's own end token, not by a stop string or another end-of-sequence token.
-        if tokens[:1] == [last_token]:
-            return tokens[1:]
+        # Llama 2's template writes a space before it; the sampled reply stands, with or without it.
+        for following in (tokens, encode_bare_text(self.tokenizer, rest.lstrip())):
+            if following[:1] == [last_token]:
+                return following[1:]
         return encode_bare_text(self.tokenizer, rest.removeprefix(end)) if end.isspace() else tokens
 
     def parse_calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":

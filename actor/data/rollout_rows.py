@@ -94,6 +94,12 @@ def scores_of(conversations: Sequence[Conversation]) -> list[Score]:
     return [conversation[-1].score for conversation in conversations if not failure_of(conversation)]
 
 
+def fit_float32(scores: Sequence[Score]) -> bool:
+    """Return whether the rewards of a conversation's rows are finite in float32, the batch's dtype, in any sum."""
+    parts = [np.append(score.outcome, [] if score.steps is None else score.steps) for score in scores]
+    return bool(np.abs(np.concatenate(parts)).sum() <= np.finfo(np.float32).max)
+
+
 def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:
     """Return the row of a prompt and its response."""
     size = len(prompt.tokens)

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from rlhf_triton.backoff import backoff_s
+from rlhf_triton.environment import EnvironmentLost
 from rlhf_triton.errors import FunctionError, reason_of
 
 MAX_MESSAGE_BYTES = 100 << 20  # as OpenEnv's own client
@@ -39,7 +40,7 @@ class OpenEnv:
     async def reset(self, row: Mapping[str, Any]) -> str:
         """Open a session, with the row's `seed` if it has one, and return the first observation.
 
-        Retry while the server is full or down. Raises ConnectionError if it stays down, RuntimeError if it stays full.
+        Retry while the server is full or down. Raises EnvironmentLost if it stays down, RuntimeError if it stays full.
         """
         data = {"seed": row["seed"]} if row.get("seed") is not None else {}
         end = time.monotonic() + 0.9 * self._timeout_s  # before the call times out, whose error has no cause
@@ -59,7 +60,7 @@ class OpenEnv:
                 if isinstance(error, aiohttp.WSServerHandshakeError) and error.status < 500:  # such as a wrong path
                     raise
                 if is_late:
-                    raise ConnectionError(f"no session at {self._url}: {reason_of(error)}") from error
+                    raise EnvironmentLost(f"no session at {self._url}: {reason_of(error)}") from error
             await asyncio.sleep(pause)
         return self._text(_content(reply)["observation"])
 
@@ -79,7 +80,7 @@ class OpenEnv:
         reply = await self._received.get()
         if reply.type is not aiohttp.WSMsgType.TEXT:
             self._received.put_nowait(reply)  # for further calls
-            raise ConnectionError("the server has closed the connection")
+            raise EnvironmentLost("the server has closed the connection")
         return reply.json()
 
     async def _receive(self) -> None:

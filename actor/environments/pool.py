@@ -19,8 +19,8 @@ SEED = "seed"  # column that environments receive, equal for all responses to a 
 class EnvironmentFailed(RlhfError):
     """A call of an environment has failed; the message names the environment, the call and the cause.
 
-    `is_lost`: the environment's worker died, or the call raised a ConnectionError, as when a server hangs up. Other
-    OSErrors may result from the policy's action, such as opening a missing file; a retry would hide that failure.
+    `is_lost`: the environment's worker died, or the call raised EnvironmentLost, as the OpenEnv client does. Other
+    exceptions may result from the policy's action, such as opening a missing file; a retry would hide that failure.
     `is_misused`: the environment broke its contract, e.g. with a return value of the wrong type, or has a defect.
     """
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from rlhf_triton.environment import EnvironmentLost
 from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.function import (
     BadScore,
@@ -87,6 +88,8 @@ class HostedEnvironment:
             result = await self._call(tools[name], **arguments)
             return {"text": self._text(await self._call(str, result), "the result")}
         except BadScore as error:
+            if isinstance(error.__cause__, EnvironmentLost):
+                raise
             cause = error.__cause__ or error  # without the traceback, which the model should not see
             text = f"error: {describe(cause.with_traceback(None))}"
             return {"text": text.encode(errors="backslashreplace").decode()}
@@ -205,7 +208,7 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
             cause = error.__cause__  # the error of the user's code
             result = {
                 "error": describe(error),
-                "lost": isinstance(cause, ConnectionError),
+                "lost": isinstance(cause, EnvironmentLost),
                 "is_misused": cause is None or _is_defect(cause, f"{hosted.row} {message['arguments']}"),
             }
         if message["op"] in ("close", "describe"):

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -172,7 +172,9 @@ class ConversationRunner:
         instance = None
         try:
             instance = await self._open(prompt, seed)
-            state.start_row(self._first_prompt(prompt, instance.observation))
+            first_prompt = self._first_prompt(prompt, instance.observation)
+            self.check_tokens(first_prompt.tokens.tolist())
+            state.start_row(first_prompt)
             await self._take_turns(state, instance, rows)
             state.row.add_reward(await instance.reward())
         except EnvironmentFailed as error:
@@ -212,13 +214,14 @@ class ConversationRunner:
                 state.truncated = "environment.max_turns"
                 return
             following = self._next_tokens(state, turn, answers)
-            row = following.tokens if isinstance(following, Prompt) else [*state.row.tokens, *following]
+            row = following.tokens.tolist() if isinstance(following, Prompt) else [*state.row.tokens, *following]
             if len(row) >= self.longest:
                 state.truncated = "environment.max_tokens"
             if rows.clock() > deadline:
                 state.truncated = "environment.timeout_s"
             if state.truncated:
                 return
+            self.check_tokens(row)  # first, because log-probs are computed for failed conversations, too
             if isinstance(following, Prompt):
                 rows.start_row()
                 state.start_row(following)
@@ -372,7 +375,7 @@ class ConversationSource(RowSource):
         return await turn
 
     async def _run_conversation(self, runner: ConversationRunner, index: int, prompt: Prompt, seed: int) -> None:
-        rows = ConversationRows(self, index, runner.check_tokens)
+        rows = ConversationRows(self, index)
         restarts = 0
         conversation = None
         try:
@@ -396,10 +399,9 @@ class ConversationSource(RowSource):
 class ConversationRows:
     """Samples the policy's turns in the rows of one conversation."""
 
-    def __init__(self, source: ConversationSource, index: int, check_tokens: Callable[[Sequence[int]], None]) -> None:
+    def __init__(self, source: ConversationSource, index: int) -> None:
         self._source = source
         self._row = index
-        self._check_tokens = check_tokens
         self.failure = ""
         """Why a turn could not be sampled; empty if none has failed."""
         self._num_waiting = 0  # turns that the policy is sampling
@@ -415,13 +417,10 @@ class ConversationRows:
 
         Calls may overlap if each one has its own row.
 
-        Raises:
-            TemplateError: a token has no embedding.
-            TurnFailed: this turn, or an earlier one of the conversation, could not be sampled.
+        Raises TurnFailed if this turn, or an earlier one of the conversation, could not be sampled.
         """
         if self.failure:
             raise TurnFailed(self.failure)
-        self._check_tokens(tokens)
         if not self._num_waiting:
             self._waiting_since = time.monotonic()
         self._num_waiting += 1

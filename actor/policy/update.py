@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config import ActorSection
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.rewards.function import FunctionError
+from rlhf_triton.training_engine.trained import DifferentStatistics
 
 
 class PolicyUpdate:
@@ -65,7 +67,7 @@ class PolicyUpdate:
             scale = 1.0  # scales the loss only; metrics stay means over tokens
             if self._method.loss_mean == "constant":
                 scale = total * rows_per_conversation / (len(rows) * self._max_new_tokens)
-            sums = self._gradients(batch, rows, total, kl_coef, scale=scale)
+            sums = self._gradients(batch, rows, total, kl_coef, scale=scale, names=totals)
             if self._method.own_loss and not math.isfinite(sums["loss"]):
                 self._trained.drop_gradients()
                 raise NotFinite(
@@ -141,7 +143,14 @@ class PolicyUpdate:
         return self._ranks.summed(self._trained.memory.run(compute, least=longest, most=longest * len(lengths)))
 
     def _gradients(
-        self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float, *, scale: float = 1.0
+        self,
+        batch: PPOBatch,
+        rows: Tensor,
+        total: float,
+        kl_coef: float,
+        *,
+        scale: float = 1.0,
+        names: Collection[str] = (),
     ) -> dict[str, float]:
         """Compute the gradients of a minibatch; return its loss, and its statistics as sums over tokens.
 
@@ -149,23 +158,23 @@ class PolicyUpdate:
             rows: rows of the minibatch.
             total: sum of their weights.
             scale: factor of the loss, but not of the statistics.
+            names: the statistics of earlier minibatches.
         """
         positive = float(batch.policy_weights[rows][batch.positive[rows]].sum())
         unweighted = dataclasses.replace(batch, policy_weights=torch.zeros_like(batch.policy_weights))
-        names: set[str] = set()
 
         def loss(chunk: list[int], counts: bool) -> LossAndMetrics:
             part = batch if counts else unweighted
             share, statistics = self._loss(part, rows[chunk], total, positive, kl_coef)
-            if differing := (names or statistics.keys()) ^ statistics.keys():
-                raise FunctionError(
-                    f"actor.algorithm.loss: {self._method.own_loss} returns different metrics for different rows "
-                    f"({', '.join(sorted(differing))}); always return the same names, with 0 where nothing counts"
-                )
-            names.update(statistics)
             return share * scale, statistics
 
-        return self._trained.accumulate(batch.lengths[rows], loss)
+        try:
+            return self._trained.accumulate(batch.lengths[rows], loss, names=names)
+        except DifferentStatistics as error:
+            raise FunctionError(
+                f"actor.algorithm.loss: {self._method.own_loss} returns different metrics for different rows "
+                f"({error}); always return the same names, with 0 where nothing counts"
+            ) from error
 
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, positive: float, kl_coef: float) -> LossAndMetrics:
         """Return a micro-batch's share of the minibatch loss, and its statistics.

@@ -14,7 +14,7 @@ from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, failure_of, rows_of, scores_of
+from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, rows_of, scores_of
 from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.learning_warnings import LearningWarnings
 from rlhf_triton.actor.run.metrics import (
@@ -91,12 +91,10 @@ class Recorder:
         version = max(row.score.version for row in rows_of(conversations))
         if self._critic.is_trained:
             set_log_position(version=version)
-        metrics = await asyncio.to_thread(rollout_metrics, groups, batch, kl_coef=self._state.kl.coef)
-        num_failed = sum(bool(failure_of(conversation)) for conversation in everything)
+        metrics = await asyncio.to_thread(rollout_metrics, groups, batch, dropped=dropped, kl_coef=self._state.kl.coef)
         seconds = measured["timers/step_time"]
         line = {
             **metrics,
-            "train_rollouts/masked_samples": float(num_failed),
             **self._critic_metrics(conversations, step),
             "train_rollouts/consumed_samples": self._state.inputs.positions[step].prompts,
             "train_rollouts/epoch": self._state.inputs.epoch(step),

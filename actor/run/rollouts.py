@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlhf_triton.actor.algorithms.batch import check_failures
 from rlhf_triton.actor.data.compute import cancel_all, set_error
 from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
@@ -77,6 +78,8 @@ class Rollouts:
         The current policy contains the updates up to `step - 1`; conversations in flight continue with it. Generation
         starts at once. Scoring waits until the critic's weights satisfy `actor.max_staleness` for the step that takes
         the group, and demands their version or a newer one.
+
+        Raises RlhfError if too many rewards are unavailable; resampling would only repeat the failure.
         """
         set_log_position(step=step)
         settings = self._settings
@@ -96,6 +99,8 @@ class Rollouts:
                 for group in await self._complete(settings.prompts_per_step - len(useful), step, timers):
                     is_kept = not algorithm.max_resampled or has_spread(group, algorithm, self._truncated)
                     (useful if is_kept else useless).append(group)
+                sampled = conversations_of([*useful, *useless, *dropped])
+                check_failures(sampled, settings.rewards.max_failed_fraction)
                 if not useless:
                     break
         # A group that `max_resampled` attempts could not replace stays, so that the step is full.

@@ -1,41 +1,36 @@
 """Adds the rewards of environments to the rewards from the server."""
 
-import itertools
-from dataclasses import replace
-
 import numpy as np
 
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, failure_of, fit_float32
 
 COMPONENT = "environment"  # name of the environment's reward in `Score.components`
-TOO_LARGE = "the environment's rewards, or their sum, exceed float32; return smaller ones"
+TOO_LARGE = "the environment's rewards, or their sum with the served ones, exceed float32; return smaller ones"
 
 
 def add_environment_rewards(conversation: Conversation) -> Conversation:
     """Add the environment's rewards: each one at the last token of its turn, and their sum to the total reward.
 
-    A conversation whose environment failed, that could not be sampled, or whose rewards exceed float32, counts as
-    unscored.
+    A conversation whose environment failed, that could not be sampled, or whose rewards exceed float32 in any sum,
+    counts as unscored.
     """
     end = conversation[-1]
     if end.turns is None:
         return (end.with_score(failure=end.error),) if end.error else conversation
     turn_rewards = [[turn.reward for turn in row.turns or ()] for row in conversation]
     total = sum(map(sum, turn_rewards))
-    with np.errstate(over="ignore"):
-        is_finite = np.isfinite(np.array([*itertools.chain(*turn_rewards), total], np.float64).astype(np.float32)).all()
+    rows = [_with_rewards(row, rewards) for row, rewards in zip(conversation, turn_rewards, strict=True)]
+    score = rows[-1].score
+    components = {**score.components, COMPONENT: total}
+    weights = {**score.weights, COMPONENT: 1.0}
+    rows[-1] = rows[-1].with_score(reward=score.reward + total, components=components, weights=weights)
+    is_finite = failure_of(conversation) or fit_float32([row.score for row in rows])
     failure = end.error or ("" if is_finite else TOO_LARGE)
     if failure:
         return tuple(
             row.with_score(failure=row.score.failure or failure, components={**row.score.components, COMPONENT: np.nan})
             for row in conversation
         )
-    rows = [_with_rewards(row, rewards) for row, rewards in zip(conversation, turn_rewards, strict=True)]
-    score = rows[-1].score
-    components = {**score.components, COMPONENT: total}
-    weights = {**score.weights, COMPONENT: 1.0}
-    reward = score.reward + total
-    rows[-1] = replace(rows[-1], score=replace(score, reward=reward, components=components, weights=weights))
     return tuple(rows)
 
 
@@ -44,7 +39,8 @@ def _with_rewards(row: RolloutRow, rewards: list[float]) -> RolloutRow:
     score = row.score
     steps = np.zeros(size, np.float32) if score.steps is None else score.steps.copy()
     ends = np.zeros(size, np.bool_) if score.ends is None else score.ends.copy()
-    for turn, reward in zip(row.turns or (), rewards, strict=True):
-        steps[turn.end - 1] += reward
-        ends[turn.end - 1] = True
+    with np.errstate(over="ignore"):
+        for turn, reward in zip(row.turns or (), rewards, strict=True):
+            steps[turn.end - 1] += reward
+            ends[turn.end - 1] = True
     return row.with_score(steps=steps, ends=ends)

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import map_concurrently
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, text_indices
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, fit_float32, text_indices
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.step_ends import tokens_covering
@@ -245,8 +245,8 @@ class Scorer:
             )
             if STEP_REWARDS in answer:
                 score = self._with_steps(row, score, answer[STEP_REWARDS][i], answer[STEP_ENDS][i])
-            arrays = [array for array in (np.array(total), values, score.steps) if array is not None]
-            if not all(np.isfinite(array).all() for array in arrays):
+            arrays = [array for array in (np.array(total), values) if array is not None]
+            if not all(np.isfinite(array).all() for array in arrays) or not fit_float32([score]):
                 what = ", or there are no steps" if STEP_REWARDS in answer else ""
                 score = dataclasses.replace(score, failure=cause or f"the reward or the values are not finite{what}")
             scored_rows.append(dataclasses.replace(row, score=score))

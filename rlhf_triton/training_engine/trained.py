@@ -7,7 +7,7 @@ themselves from rank 0 to the others; the code that calls `accumulate` and `step
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ Loss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
 
 The flag is False if the row must not count: the forward pass then only takes part in the other ranks' collectives.
 """
+
+
+class DifferentStatistics(ValueError):
+    """Some micro-batches lack the statistics that the message names."""
 
 
 class TrainedModel:
@@ -95,7 +99,12 @@ class TrainedModel:
         return mine + [[]] * (max(map(len, plans)) - len(mine))
 
     def accumulate(
-        self, lengths: Tensor, loss: Loss, progress: Callable[[], object] = lambda: None
+        self,
+        lengths: Tensor,
+        loss: Loss,
+        progress: Callable[[], object] = lambda: None,
+        *,
+        names: Collection[str] = (),
     ) -> dict[str, float]:
         """Compute the gradients of a minibatch; return its `loss` and statistics, summed over all rows.
 
@@ -104,13 +113,19 @@ class TrainedModel:
         Args:
             lengths: number of tokens of each row of the minibatch, int64 `[B]`.
             progress: called after each micro-batch.
+            names: the statistics of earlier minibatches, including `loss`; empty for the first one.
+
+        Raises:
+            DifferentStatistics: a micro-batch lacks the statistics of another one; raised on all ranks.
         """
         longest = int(lengths.max())
         return self.memory.run(
-            lambda _: self._accumulate(lengths, loss, progress), least=longest, most=longest * len(lengths)
+            lambda _: self._accumulate(lengths, loss, progress, names), least=longest, most=longest * len(lengths)
         )
 
-    def _accumulate(self, lengths: Tensor, loss: Loss, progress: Callable[[], object]) -> dict[str, float]:
+    def _accumulate(
+        self, lengths: Tensor, loss: Loss, progress: Callable[[], object], names: Collection[str]
+    ) -> dict[str, float]:
         self.drop_gradients()  # from an attempt that ran out of memory
         parts: list[dict[str, Tensor]] = []
         chunks = self.micro_batches(lengths)
@@ -122,11 +137,13 @@ class TrainedModel:
             parts.append({**statistics, "loss": share.detach()})
             progress()
         # A single copy from the device per minibatch, because each copy waits until the device is idle.
-        # Not `sum`, which rounds differently from Python 3.12 on.
-        values = torch.stack([torch.stack([part[name] for name in parts[0]]) for part in parts]).tolist()
-        sums = [functools.reduce(operator.add, column) for column in zip(*values, strict=True)]
-        totals = self.ranks.summed(torch.tensor(sums, dtype=torch.float64)).tolist()
-        return dict(zip(parts[0], totals, strict=True))
+        values = iter(torch.stack([value for part in parts for value in part.values()]).tolist())
+        by_rank = self.ranks.gather([{name: next(values) for name in part} for part in parts])
+        all_names = [{*part} for rank_parts in by_rank for part in rank_parts]
+        all_names.append({*names} or all_names[0])
+        if differing := set.union(*all_names) - set.intersection(*all_names):
+            raise DifferentStatistics(", ".join(sorted(differing)))
+        return {name: _sum(_sum(part[name] for part in rank_parts) for rank_parts in by_rank) for name in parts[0]}
 
     def drop_gradients(self) -> None:
         """Discard the gradients."""
@@ -244,6 +261,11 @@ def operations(current: Callable[[], TrainedModel]) -> dict[str, Callable[..., o
         "trained.verify": lambda **given: current().verify(**given),
         "trained.load": lambda **given: current().load(**given),
     }
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Return the sum of the values, rounded after each one; the built-in `sum` does not from Python 3.12 on."""
+    return functools.reduce(operator.add, values)
 
 
 def make_adamw(parameters: Mapping[str, nn.Parameter], settings: OptimizerSection) -> Optimizer:

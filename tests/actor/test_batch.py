@@ -14,6 +14,7 @@ from samples import (
     groups_of,
     make_batch,
     method_of,
+    rewarded,
     scored_samples,
 )
 from settings import actor_section
@@ -148,6 +149,15 @@ def test_configured_lambda_overrides_the_length_adaptive_one():
     )
     assert torch.equal(given, ppo)
     assert not torch.allclose(by_length, ppo)
+
+
+@pytest.mark.parametrize(("name", "length", "lam"), [("sao", 4, 1 - 1 / (1.5 * 4)), ("vapo", 40, 1 - 1 / (0.05 * 40))])
+def test_length_adaptive_lambda_is_the_published_one(name, length, lam):
+    """With values of 0, the first token's advantage is lambda^(length - 1) of the reward of the last one."""
+    score = rewarded(1.0, values=np.zeros(1 + length, np.float32), version=0)
+    batch = make_batch([a_sample([1, *[2] * length], score=score)], algorithm_name=name, kl_coef=0.0, whitens=False)
+    assert float(batch.advantages[0, 0]) == pytest.approx(lam ** (length - 1))
+    assert batch.advantages[0, -1] == batch.returns[0, 0] == 1.0
 
 
 def test_failed_row_is_masked_and_does_not_affect_the_other_rows():

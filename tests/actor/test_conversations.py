@@ -240,18 +240,19 @@ def test_text_after_a_reply_matches_the_templates_rendering(template, keeps, ope
     assert chat.tokenizer.decode(row) == chat.prompt([*said, written, *more])
 
 
-def test_template_that_adds_a_space_before_replies_is_accepted():
-    """Llama 2's and Mistral's templates write one."""
+@pytest.mark.parametrize("end", ["eos_token", "' ' + eos_token"], ids=["Mistral", "Llama 2"])
+def test_template_that_adds_spaces_around_replies_is_accepted(end):
+    """The sampled reply stands, with or without them; an end that it has is not repeated."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+        f"{{% else %}}{{{{ ' ' + m.content + {end} }}}}{{% endif %}}{{% endfor %}}"
     )
     chat = Chat(tokenizer_of(template=template))
     chat.check()
-    assert (
-        chat.tokenizer.decode(chat.after_reply([PROBE_MESSAGE], EOS, "Yes."))
-        == f"[INST] {PROBE_MESSAGE['content']} [/INST]"
-    )
+    rest = f"[INST] {PROBE_MESSAGE['content']} [/INST]"
+    assert chat.tokenizer.decode(chat.after_reply([PROBE_MESSAGE], EOS, "Yes.")) == rest
+    end_text = " " * ("' '" in end) + chat.tokenizer.eos_token
+    assert chat.tokenizer.decode(chat.after_reply([PROBE_MESSAGE], ids("x")[-1], "Yes.")) == end_text + rest
 
 
 def test_check_prompts_reports_a_template_that_leaves_out_tools(agents, caplog):
@@ -394,10 +395,12 @@ def test_reply_without_the_templates_end_token_gets_it():
     assert chat.after_reply(answer, ids("<")[-1]) == [EOS, *rest]
 
 
-@pytest.mark.parametrize(("first", "turns"), [("<|extra|>", 0), ("hello", 1)])
-def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents, first, turns):
-    """In the first observation, or in the answer to a turn, which is its text."""
-    tokenizer = copy.deepcopy(TOKENIZER)
+@pytest.mark.parametrize(
+    ("original", "first", "turns"), [(TOKENIZER, "<|extra|>", 0), (TOKENIZER, "hello", 1), (REWRITING, "hello", 1)]
+)
+def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents, original, first, turns):
+    """In the first observation, or in the answer to a turn, which is its text, in the same row or in a new one."""
+    tokenizer = copy.deepcopy(original)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
     done = {}
@@ -410,6 +413,7 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
+    assert found.tokens.max(initial=0) < 160, "the policy computes log-probs of the row"
 
 
 # ---- a model's conversations, by every engine ----
@@ -636,12 +640,18 @@ def test_turn_reward_is_placed_at_the_turns_last_token():
     assert end.score.ends.nonzero()[0].tolist() == [3, 6]
 
 
-@pytest.mark.parametrize("reward", [3e38, 1e39])
-def test_conversation_fails_if_its_reward_overflows_float32(reward):
-    """Alone or in sum: an infinite total would make the advantages of its whole group NaN."""
-    scored = scored_of(row((2, 3, reward), (4, 5, reward), length=5), row((2, 3, 1.0), length=3))
-    assert ["exceed float32" in failure_of(each) for each in scored] == [True, False]
-    assert scored[1][0].score.reward == 1.0
+@pytest.mark.parametrize(
+    ("served", "steps", "turns"),
+    [(0.0, 0.0, (3e38, 3e38)), (0.0, 0.0, (1e39, -1e39)), (3e38, 0.0, (0.0, 3e38)), (-1e38, 3e38, (0.0, 1e38))],
+)
+def test_conversation_fails_if_its_reward_overflows_float32(served, steps, turns):
+    """Alone, or in sum with the served rewards: an infinite total would make the advantages of its whole group NaN."""
+    score = Score(reward=served, outcome=served, steps=np.array([0, 0, 0, 0, steps], np.float32))
+    end = row((2, 3, turns[0]), (4, 5, turns[1]), length=5)
+    (end,) = add_environment_rewards((replace(end, score=score),))
+    assert "exceed float32" in end.score.failure
+    (other,) = scored_of(row((2, 3, 1.0), length=3), served=3e38)[0]
+    assert (other.score.reward, other.score.failure) == (3e38, "")
 
 
 def test_metrics_cover_all_rows_of_the_trained_conversations():
@@ -673,6 +683,12 @@ def test_rollout_lines_and_metrics_report_how_conversations_ended():
     metrics = text_metrics(scored)
     by_hand = {"turns": 1.5, "truncated": 0.5, "failed_environments": 0.25, "reward_environment": 10 / 3}
     assert {name: metrics[name] for name in by_hand} == pytest.approx(by_hand)
+    batch = batch_of(scored, "grpo")
+    dropped = scored_of(row(length=2, error="died"), replace(ROWS[0], restarts=3), row(length=2, error="died"), ROWS[1])
+    metrics = rollout_metrics(groups_of(scored), batch, dropped=groups_of(dropped), kl_coef=0.0)
+    by_hand |= {"failed_environments": 3 / 8, "restarted_environments": 3 / 8, "masked_samples": 3}
+    by_hand["reward_environment_missing"] = 3
+    assert {name: metrics[f"train_rollouts/{name}"] for name in by_hand} == pytest.approx(by_hand)
     lines = read_texts(scored, TOKENIZER)
     assert (lines[0]["turn_rewards"], lines[0]["turn_values"]) == ([1.0, 2.0], pytest.approx([0.15, 0.5]))
     assert (lines[0]["truncated"], lines[2]["error"], lines[2]["reward"]) == ("environment.max_turns", "died", None)

@@ -291,7 +291,7 @@ async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
             await asyncio.sleep(0.01)
         await one.close()
         three = await waiting
-        gone = "ConnectionError: the server has closed the connection"
+        gone = "EnvironmentLost: the server has closed the connection"
         assert await failure(three.step("go"), OPENENV) == f"step: {gone}"
         await three.close()
         await site.stop()
@@ -307,7 +307,7 @@ async def test_openenv_server_works_as_an_environment_and_survives_a_restart():
 
 
 @pytest.mark.parametrize(
-    ("action", "is_lost"), [("no file", False), ("hang up", True), ("die", True), ("raise", False)]
+    ("action", "is_lost"), [("no file", False), ("hang up", False), ("lost", True), ("die", True), ("raise", False)]
 )
 async def test_policy_mistakes_do_not_count_as_a_lost_environment(action, is_lost):
     """A lost conversation restarts: if failing actions counted, it would restart until the policy acts otherwise."""
@@ -316,6 +316,14 @@ async def test_policy_mistakes_do_not_count_as_a_lost_environment(action, is_los
         with pytest.raises(EnvironmentFailed) as caught:
             await instance.step(action)
         assert caught.value.is_lost == is_lost
+
+
+async def test_tool_that_says_that_its_environment_is_lost_gives_the_policy_no_answer():
+    async with running("Tools") as environments:
+        instance = await environments.open({"target": 1})
+        with pytest.raises(EnvironmentFailed, match="tool fail: EnvironmentLost: the sandbox is gone") as caught:
+            await instance.call("fail", {"how": "lost"})
+        assert caught.value.is_lost
 
 
 async def test_idle_openenv_session_answers_the_servers_pings():
@@ -354,8 +362,8 @@ async def test_open_retries_while_the_openenv_server_behind_a_proxy_is_away():
 @pytest.mark.parametrize(
     ("trouble", "cause"),
     [
-        (proxy_without_server, "ConnectionError: no session at {url}/ws: 502, message="),
-        (hang_up, "ConnectionError: no session at {url}/ws: Server disconnected"),
+        (proxy_without_server, "EnvironmentLost: no session at {url}/ws: 502, message="),
+        (hang_up, "EnvironmentLost: no session at {url}/ws: Server disconnected"),
         ("full", "RuntimeError: full (CAPACITY_REACHED)"),
     ],
 )

@@ -10,7 +10,9 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
+import string
 import subprocess
 import sys
 import threading
@@ -28,6 +30,7 @@ from settings import actor_section
 from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
+import rlhf_triton.actor.run.recorder
 from rlhf_triton.actor.algorithms import sample_metrics
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data.compute import ComputeThread
@@ -406,16 +409,24 @@ def test_a_run_goes_on_after_failed_critic_updates(tmp_path, checkpoints, caplog
     assert all(f"the gradients of {step} are not finite" in caplog.text for step in (1, 4))
 
 
-def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, checkpoints, caplog):
-    prompts = tmp_path / "prompts.jsonl"
+def environment_run(folder, checkpoints, name, columns, **actor):
+    """A GRPO run with a test environment; each prompt has its own `columns`, and the turns of the policy end soon."""
+    prompts = folder / "prompts.jsonl"
     classes = Path(__file__).parents[1] / "support" / "environment_classes.py"
-    prompts.write_text("".join(json.dumps({"text": text, "turns": 99}) + "\n" for text in TEXTS[:4]))
-    actor = {**SMALL, "kl_coef": 0.1, "kl_target": 1.0, "prompts_path": str(prompts), "steps": 2}
-    actor |= {"algorithm_name": "grpo", "responses_per_prompt": 2, "max_resampled": 1}
-    environment = {"class": f"{classes}:Countdown", "max_tokens": 200, "max_turns": 3}
-    made = make_run(tmp_path / "run", checkpoints, actor=actor, environment=environment, rewards={"model": {}})
+    rows = [{"text": text, **more} for text, more in zip(TEXTS, columns, strict=False)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {**SMALL, "algorithm_name": "grpo", "responses_per_prompt": 2, "prompts_path": str(prompts)}
+    environment = {"class": f"{classes}:{name}", "max_tokens": 200, "max_turns": 3}
+    actor = {**settings, "steps": 2, "stop_strings": [*string.ascii_lowercase], **actor}
+    made = make_run(folder / "run", checkpoints, actor=actor, environment=environment, rewards={"model": {}})
     run = TrainingRun(made.config, server := Server())
     server.tokenizer = run.policy.tokenizer
+    return run
+
+
+def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, checkpoints, caplog):
+    limits = {"kl_coef": 0.1, "kl_target": 1.0, "max_resampled": 1, "stop_strings": []}
+    run = environment_run(tmp_path, checkpoints, "Countdown", [{"turns": 99}] * 4, **limits)
     before = [parameter.clone() for parameter in run.policy.model.parameters()]
     go(run)
     assert all(map(torch.equal, before, run.policy.model.parameters()))
@@ -425,6 +436,32 @@ def test_step_with_only_truncated_conversations_changes_no_weights(tmp_path, che
         assert None not in line.values()
         assert all(math.isfinite(value) for value in line.values() if isinstance(value, float))
     assert caplog.text.count("4 of 4 responses are excluded from the update") == 2
+
+
+def test_failed_environments_of_dropped_groups_are_counted(tmp_path, checkpoints):
+    """The environments of every other prompt fail, so its group has no spread; dynamic sampling replaces it."""
+    columns = [{"turns": -2}, {"turns": 2}] * 4
+    settings = {"max_resampled": 5, "max_failed_fraction": 0.99, "validation_size": 0, "rollout_size": 8}
+    go(environment_run(tmp_path, checkpoints, "Logged", columns, **settings))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert any(line["train_rollouts/resampled_prompts"] for line in lines)
+    for line in lines:
+        sampled = line["train_rollouts/rollout_size"] + 2 * line["train_rollouts/resampled_prompts"]
+        failed = line["train_rollouts/masked_samples"]
+        assert line["train_rollouts/failed_environments"] == pytest.approx(failed / sampled) != 0
+
+
+def test_run_masks_a_conversation_that_shows_the_policy_a_token_without_embedding(tmp_path, checkpoints):
+    """The policy's log-probs are computed for every row of the step, also for those that failed."""
+    policy = shutil.copytree(checkpoints.policy, tmp_path / "policy")
+    tokenizer = load_tokenizer(policy)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
+    tokenizer.save_pretrained(policy)
+    columns = [{"name": "<|extra|>"}, {}]
+    settings = {"model": str(policy), "max_failed_fraction": 0.5, "validation_size": 0}
+    go(environment_run(tmp_path, checkpoints, "Doing", columns, **settings))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [line["train_rollouts/masked_samples"] for line in lines] == [2.0, 2.0]
 
 
 # ---- stops: signals ----
@@ -728,8 +765,16 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
     """Half of the groups have no rewards and so no spread; dynamic sampling replaces all of them."""
     server = Server(lambda text: by_text(text) if ord(text[0]) % 2 == 0 else math.nan)
     settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
-    with pytest.raises(RlhfError, match="max_failed_fraction"):
+    with pytest.raises(RlhfError, match=r"rewards are unavailable .*max_failed_fraction"):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
+
+
+def test_run_with_dead_rewards_stops_before_it_resamples(tmp_path, checkpoints):
+    scored = []
+    server = Server(lambda text: scored.append(text) or math.nan)
+    with pytest.raises(RlhfError, match="8 of 8 rewards are unavailable"):
+        go(make_grpo(tmp_path, checkpoints, server, rollout_size=8, max_resampled=20, validation_size=0))
+    assert len(scored) == 8
 
 
 def watched_batches(run):
@@ -954,6 +999,7 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
 LONG = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
+    (rlhf_triton.actor.run.recorder, "training_texts"),
     (rlhf_triton.actor.loop, "critic_payload"),
     (StepTraining, "make_batch"),
     (Policy, "decode"),

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,18 @@ def test_faulty_custom_loss_raises_with_its_name_and_changes_no_weights(tmp_path
         update_of(policy).run(random_batch([6, 7], prompt=2, seed=0), seed=0, kl_coef=0.0)
     assert "\n" not in str(caught.value)
     assert all(torch.equal(*pair) for pair in zip(before, policy.model.parameters(), strict=True))
+
+
+def test_custom_loss_that_leaves_out_a_metric_in_a_minibatch_raises_with_its_name(tmp_path, checkpoint):
+    """The mean over all minibatches would be too small."""
+    metrics = "{'a': inputs.sum(inputs.mask)} if inputs.groups[0] == 0 else {}"
+    spec = written(tmp_path, f"return inputs.mean(inputs.logprobs), {metrics}")
+    policy = trainable_policy(model=checkpoint, loss=spec, minibatch_size=1)
+    batch = replace(random_batch([6, 7, 5], prompt=2, seed=0), groups=torch.arange(3))
+    with pytest.raises(
+        RlhfError, match=rf"^actor\.algorithm\.loss: {re.escape(spec)} returns different metrics .* \(a\);"
+    ):
+        update_of(policy).run(batch, seed=0, kl_coef=0.0)
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,8 @@ def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer):
     client.answer["rewards"][1] = 0.5
     client.answer["step_rewards"][0, 1] = NAN
     assert are_scored(score(client, tokenizer, rows)) == [False, True]
+    client.answer["reward_components"][1] = 3e38  # times 3.0, which exceeds float32
+    assert are_scored(score(client, tokenizer, rows)) == [False, False]
     answer |= {"rewards": [[6.0], [3.0]], "step_rewards": [[NAN, 0], [0.125, 0]]}
     charted = score(Client(answer, **{**names, "reward_weights": "[0.0, 3.0]"}), tokenizer, rows)
     assert are_scored(charted) == [True, True], "steps of weight 0 only chart, whatever they are"

@@ -593,6 +593,14 @@ def test_deterministic_run_refuses_settings_that_change_results(tmp_path, overri
     load(tmp_path, "", override)
 
 
+def test_deterministic_run_refuses_an_environment_whose_turns_vllm_generates(tmp_path):
+    generation = "actor.generation={engine: vllm, vllm: {servers: ['a:1']}}"
+    overrides = ["environment.class=a.py:B", "actor.algorithm.old_logprobs=sampler", generation]
+    load(tmp_path, "", *overrides)
+    with pytest.raises(ConfigError, match=r"run\.deterministic: with an environment, vLLM's turns differ"):
+        load(tmp_path, "run: {deterministic: true}", *overrides)
+
+
 def test_prompts_come_from_path_or_files(tmp_path):
     config = load(tmp_path, "actor: {prompts: {files: [{path: a}, {path: b, weight: 2}]}}")
     assert load(tmp_path, dumped(config)) == config

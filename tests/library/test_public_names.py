@@ -8,9 +8,9 @@ import pytest
 import rlhf_triton as rt
 
 PUBLIC = """
-AdvantageInputs AsyncCriticClient AsyncRewardClient ClientSection ContractError CriticClient Environment LossInputs
-ReportSection RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Run Sample Scores ServerFailed
-Services TrainAnswer count serve train
+AdvantageInputs AsyncCriticClient AsyncRewardClient ClientSection ContractError CriticClient Environment
+EnvironmentLost LossInputs ReportSection RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Run
+Sample Scores ServerFailed Services TrainAnswer count serve train
 """
 
 

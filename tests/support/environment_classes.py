@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rlhf_triton import EnvironmentLost
+
 
 class IncrementEnv:
     # TRL's documentation has this class, word for word (docs/source/grpo_trainer.md, "Environments").
@@ -70,6 +72,8 @@ class Tools:
         Args:
             how: A way to fail.
         """
+        if how == "lost":
+            raise EnvironmentLost("the sandbox is gone")
         return {"raise": lambda: {}["key"], "huge": lambda: "x" * 30000, "exit": lambda: os._exit(3)}[how]()
 
     def close(self) -> None:
@@ -124,6 +128,7 @@ class Doing:
             "memory": lambda: bytearray(1 << 40),
             "print": lambda: print("x" * 100),
             "no file": lambda: Path("/no/such/file").read_text(),
+            "lost": lambda: (_ for _ in ()).throw(EnvironmentLost("the sandbox is gone")),
             "hang up": lambda: (_ for _ in ()).throw(ConnectionResetError("the server is gone")),
             "hang": lambda: time.sleep(3600),
             "meet": Doing.meeting.wait,
@@ -201,14 +206,14 @@ class Fragile(Countdown):
         """Count, or fail."""
         Fragile.steps += 1
         if Fragile.steps <= self.losses:
-            raise ConnectionError("the server has hung up")
+            raise EnvironmentLost("the server has hung up")
         return super().step(action)
 
 
 class Logged(Countdown):
     """Writes a line for each step."""
 
-    def __init__(self, log: str) -> None:
+    def __init__(self, log: str = os.devnull) -> None:
         self.log = log
 
     def step(self, action: str) -> tuple[str, float, bool]:

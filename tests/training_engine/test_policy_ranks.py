@@ -296,6 +296,35 @@ def test_policy_update_on_ranks_matches_one_process(folder, size, cases):
             assert found["distance"] <= 1e-12
 
 
+CUSTOM_LOSS = """
+def loss(inputs):
+    ones = inputs.mask.new_ones(inputs.mask.shape)
+    metrics = {"one": inputs.sum(ones), "thousand": inputs.sum(1000 * ones)}
+    names = [*metrics][::-1] if bool((inputs.groups == 0).any()) else [*metrics]
+    return inputs.mean(inputs.logprobs), {name: metrics[name] for name in names[:NUM_NAMES]}
+"""
+
+
+def updated_by_custom_loss(ranks, folder, spec):
+    """Return the metrics of an update whose rank with the first group returns metrics in another order."""
+    ranks.announce = lambda *_, **__: None
+    _, update = make(settings_of(folder, "one micro-batch", minibatch_size=7, loss=spec), ranks)
+    metrics = update.run(replace(batch_of(0), groups=torch.arange(7)), seed=0, kl_coef=0.0)
+    return metrics["train_optim/one"], metrics["train_optim/thousand"]
+
+
+def test_ranks_add_the_metrics_of_a_custom_loss_by_name(folder, tmp_path):
+    """A name that one rank lacks is an error on all ranks, at once."""
+    specs = []
+    for count in (2, 1):
+        (tmp_path / f"{count}.py").write_text(CUSTOM_LOSS.replace("NUM_NAMES", str(count)))
+        specs.append(f"{tmp_path / f'{count}.py'}:loss")
+    assert on_ranks(2, updated_by_custom_loss, folder, specs[0]) == [pytest.approx((1.0, 1000.0))] * 2
+    differing = rf"FunctionError: actor\.algorithm\.loss: {specs[1]} returns different metrics .* \(one, thousand\)"
+    with pytest.raises(RuntimeError, match=rf"rank 0: {differing}.*rank 1: {differing}"):
+        on_ranks(2, updated_by_custom_loss, folder, specs[1], group_timeout_s=30)
+
+
 def test_other_ranks_end_the_responses_that_rank_0_gives_up(folder):
     """A run that `actor.max_minutes` ends renews the samplers for its validation while they still respond."""
     tokens, answered = on_ranks(2, gives_up, folder)
