@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.metrics import ACTOR, Exporter, Values
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line
-
-if TYPE_CHECKING:
-    pass
 
 TIMELINE_FILE = "timeline.jsonl"
 
