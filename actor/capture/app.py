@@ -92,14 +92,18 @@ def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
     async def end(request: Request) -> Response:
         """Export the trajectories, forget the session, and return them."""
         body = EndBody.read(await read_json(request))
-        session = sessions.find(_name(request))
+        name = _name(request)
+        try:
+            session = sessions.find(name)
+        finally:  # even without calls, because a late agent's call would become a row of the next session of that name
+            sessions.end(name)
         rows = _rows(session, body.group)
         if export is not None:
             try:
                 append_jsonl(export, rows)
             except OSError as error:
-                raise HttpError(500, f"session {session.name} stays open because its export failed: {error}") from error
-        sessions.end(session.name)
+                sessions.reopen(session)
+                raise HttpError(500, f"session {name} stays open because its export failed: {error}") from error
         return JSONResponse({"trajectories": rows})
 
     return [

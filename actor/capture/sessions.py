@@ -255,14 +255,21 @@ class Sessions:
         return self._open[name]
 
     def end(self, name: str) -> Session | None:
-        """End a session and return it, None if it is unknown; its later calls are refused."""
+        """End a session and return it, None if it is unknown; later calls under its name are refused in both cases."""
+        self._ended.pop(name, None)  # the oldest comes first
+        self._ended[name] = time.monotonic()
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
         session = self._open.pop(name, None)
         if session is not None:
             session.is_over = True
-            self._ended[name] = time.monotonic()
-            if len(self._ended) > MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
         return session
+
+    def reopen(self, session: Session) -> None:
+        """Undo `end`."""
+        self._ended.pop(session.name, None)
+        self._open[session.name] = session
+        session.is_over = False
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s

@@ -462,6 +462,21 @@ async def test_call_fails_if_its_session_ended_meanwhile():
             assert "session s has ended: call under another name" in answer[1]["error"]["message"]
 
 
+@pytest.mark.parametrize("is_called", [True, False], ids=["during the first call", "before the first call"])
+async def test_session_without_calls_stays_closed_once_it_is_ended(is_called):
+    """Otherwise a late agent's call would become a row of the next attempt with that name."""
+    sampler = ScriptedSampler()
+    async with scripted_gateway(sampler) as (caller, sessions):
+        sampler.open.clear()
+        calls = [asyncio.create_task(caller.post(f"/sessions/s{CHAT}", {"messages": [USER]}))] if is_called else []
+        await until(lambda: sampler.in_flight == len(calls))
+        assert "session s is unknown" in await caller.error("/sessions/s/end", {}, 404)
+        sampler.open.set()
+        calls.append(asyncio.create_task(caller.post(f"/sessions/s{CHAT}", {"messages": [USER]})))
+        assert {status for status, _ in await asyncio.gather(*calls)} == {404}
+        assert len(sessions) == 0
+
+
 async def test_disconnected_clients_leave_no_session_turn_or_task():
     """Of 60 sessions, every third disconnects while the policy samples in its first call, the next in its second."""
     sampler = ScriptedSampler()
