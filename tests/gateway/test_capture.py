@@ -544,23 +544,45 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
         assert found.value.status == 503
 
 
+def logprobs_of(value):
+    return {"logprobs": {"content": [{"logprob": value}] * 4}}
+
+
+def span(start, end):
+    return {"weight_versions": [{"version": "w", "start": start, "end": end}]}
+
+
 @pytest.mark.parametrize(
-    "columns",
+    ("columns", "told"),
     [
-        {"logprobs": {"content": [{"logprob": -0.5}] * 3}},
-        {"logprobs": None},
-        {"weight_versions": [{"version": "w", "start": 0, "end": 5}]},
+        ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "4 tokens with 3 log-probs"),
+        ({"logprobs": None}, "4 tokens with 0 log-probs"),
+        ({"logprobs": [1, 2]}, "choices.0.logprobs: "),
+        (logprobs_of(float("nan")), "choices.0.logprobs.content.0.logprob: must be a finite number, got nan"),
+        (logprobs_of(None), "choices.0.logprobs.content.0.logprob: "),
+        ({"token_ids": []}, "0 tokens"),
+        ({"token_ids": None, "logprobs": None}, "0 tokens"),
+        ({"token_ids": ["a"] * 4}, "choices.0.token_ids.0: must be a valid integer, got 'a'"),
+        ({"token_ids": [5, 6, 7, -1]}, "choices.0.token_ids.3: must be greater than or equal to 0, got -1"),
+        ({"token_ids": [5, 6, 7, 100]}, "token id 100 is outside the vocabulary of 100"),
+        (span(0, 5), "weights version w of the tokens 0 to 5 of 4"),
+        (span(3, 1), "weights version w of the tokens 3 to 1 of 4"),
+        (span(-2, 2), "choices.0.weight_versions.0.start: "),
+        (span(0.0, 4), "choices.0.weight_versions.0.start: "),
+        (span(0, None), "choices.0.weight_versions.0.end: "),
     ],
-    ids=["a log-prob is missing", "no log-probs", "a version of more tokens"],
+    ids=str,
 )
-async def test_replies_with_mismatched_columns_are_rejected(columns):
-    """Otherwise each log-prob would belong to another token."""
+async def test_replies_with_damaged_columns_are_rejected(columns, told):
+    """Otherwise a log-prob belongs to another token, or is a number that neither JSON nor a training can use."""
     async with FakeVllm() as server:
-        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
+        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120, vocab_size=100)
         server.answer = lambda request: columns
-        with pytest.raises(HttpError, match="lists of different lengths"):
+        with pytest.raises(HttpError) as raised:
             await sampler.sample("a", [9], Sampling(9))
         await sampler.close()
+    assert told in str(raised.value)
+    assert raised.value.status == 503
 
 
 async def test_gateway_section_with_a_policy_serves_and_exports_chats(tmp_path):
