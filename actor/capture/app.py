@@ -3,10 +3,11 @@
 import asyncio
 import dataclasses
 import functools
+import json
 import re
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request
@@ -87,7 +88,7 @@ def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
 
     async def read(request: Request) -> Response:
         """Return the trajectories so far."""
-        return JSONResponse({"trajectories": _rows(sessions.find(_name(request)))})
+        return await asyncio.to_thread(_trajectories, sessions.find(_name(request)))
 
     async def end(request: Request) -> Response:
         """Export the trajectories, forget the session, and return them."""
@@ -97,14 +98,11 @@ def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
             session = sessions.find(name)
         finally:  # even without calls, because a late agent's call would become a row of the next session of that name
             sessions.end(name)
-        rows = _rows(session, body.group)
-        if export is not None:
-            try:
-                append_jsonl(export, rows)
-            except OSError as error:
-                sessions.reopen(session)
-                raise HttpError(500, f"session {name} stays open because its export failed: {error}") from error
-        return JSONResponse({"trajectories": rows})
+        try:
+            return await asyncio.to_thread(_trajectories, session, body.group, export)
+        except OSError as error:
+            sessions.reopen(session)
+            raise HttpError(500, f"session {name} stays open because its export failed: {error}") from error
 
     return [
         Route(SESSION, read),
@@ -119,5 +117,10 @@ def _name(request: Request) -> str:
     return name
 
 
-def _rows(session: Session, group: str = "") -> list[dict[str, Any]]:
-    return [row.exported(session, group) for row in session.rows()]
+def _trajectories(session: Session, group: str = "", export: Path | None = None) -> Response:
+    """Append a session's rows to `export`, if any, and return them. Takes seconds for long contexts; raises OSError."""
+    rows = [row.exported(session, group) for row in session.rows()]
+    if export is not None:
+        append_jsonl(export, rows)
+    encoded = ",".join(json.dumps(row, ensure_ascii=False) for row in rows)  # other threads run between two rows
+    return Response(f'{{"trajectories":[{encoded}]}}', media_type="application/json")

@@ -69,6 +69,11 @@ class PolicyCall:
         return calls[::-1]
 
     @property
+    def num_tokens(self) -> int:
+        """Number of `tokens`."""
+        return sum(len(call.before) + len(call.sampled.tokens) for call in self.path)
+
+    @property
     def tokens(self) -> list[int]:
         """Token ids of the conversation, as the policy saw and sampled them."""
         return [token for call in self.path for token in (*call.before, *call.sampled.tokens)]
@@ -113,6 +118,7 @@ class Session:
     def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
         self.name = name
         self.num_tokens = 0
+        """Tokens of all rows."""
         self.limit = ""
         """`limit`: the limit for which a call was refused, `max_tokens` or `max_turns`; empty if none was refused."""
         self.calls: list[PolicyCall] = []
@@ -123,6 +129,7 @@ class Session:
         self._max_tokens = max_tokens
         self._max_calls = max_calls
         self._ends: dict[str, PolicyCall] = {}  # calls by the digest of their conversation, reply included
+        self._leaves: dict[PolicyCall, None] = {}  # calls that no later call extends, in order
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
         """Return a call that continues the longest recorded prefix of `messages`, and its reply's token limit.
@@ -149,17 +156,19 @@ class Session:
             parent = None
             num_known = 0
             before = encode_bare_text(self._tokenizer, chat.prompt(messages))
-        num_left = self._max_tokens - self.num_tokens - len(before)
+        options = chat.options if parent is None else parent.options  # equal, but kept once
+        num_new = self._num_repeated(parent) + len(before)
+        num_left = self._max_tokens - self.num_tokens - num_new
         if num_left < 1:
             self.limit = "max_tokens"
             raise HttpError(
                 400,
-                f"messages: {len(before)} tokens after the {self.num_tokens} of the session's earlier calls leave no "
+                f"messages: {num_new} tokens after the {self.num_tokens} of the session's rows so far leave no "
                 f"room for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
                 "messages",
             )
         return PolicyCall(
-            parent=parent, messages=messages[num_known:], before=before, digest=digests[-1], options=chat.options
+            parent=parent, messages=messages[num_known:], before=before, digest=digests[-1], options=options
         ), num_left
 
     def record(self, call: PolicyCall, sampled: PolicyTurn, reply: Message) -> None:
@@ -169,17 +178,25 @@ class Session:
         call.sampled = sampled
         call.reply = reply
         call.number = len(self.calls)
-        self.num_tokens += len(call.before) + len(sampled.tokens)
+        self.num_tokens += self._num_repeated(call.parent) + len(call.before) + len(sampled.tokens)
         self.calls.append(call)
+        if call.parent in self._leaves:
+            del self._leaves[call.parent]
+        self._leaves[call] = None
         self._ends[_digest(call.digest, _identity(reply))] = call
 
     def rows(self) -> list[CapturedRow]:
         """Return a row for each call that no later call extends. A reply in several rows is trained in the first."""
-        continued = {call.parent for call in self.calls}
+        trained = set[PolicyCall]()
         rows = list[CapturedRow]()
-        for leaf in (call for call in self.calls if call not in continued):
-            rows.append(CapturedRow.ending_with(leaf, {call for row in rows for call in row.calls}))
+        for leaf in [*self._leaves]:
+            rows.append(CapturedRow.ending_with(leaf, trained))
+            trained.update(rows[-1].calls)
         return rows
+
+    def _num_repeated(self, parent: PolicyCall | None) -> int:
+        """Return how many tokens of other rows the row of a call after `parent` has, 0 if it extends its only row."""
+        return 0 if parent is None or parent in self._leaves else parent.num_tokens
 
 
 def _session_ended(name: str) -> HttpError:
@@ -200,7 +217,7 @@ class Sessions:
         """
         Args:
             most: maximum number of open sessions.
-            most_tokens: maximum tokens of all calls of a session; a shared prefix counts once.
+            most_tokens: maximum tokens of all rows of a session.
             idle_s: time without a request after which a session is dropped.
             most_calls: maximum calls of a session.
 

@@ -15,8 +15,9 @@ from scripted_policy import EOS, TEMPLATE, TOKENIZER, ScriptedSampler, ids, scri
 from scripted_servers import until
 from tiny_tokenizers import make_text_tokenizer
 
+from rlhf_triton.actor.capture import app as capture_app
 from rlhf_triton.actor.capture.http import HttpError
-from rlhf_triton.actor.capture.sessions import Sampling, Sessions
+from rlhf_triton.actor.capture.sessions import Sampling, Session, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
 from rlhf_triton.actor.data.chat import Chat, TemplateError
 from rlhf_triton.config.sections import ServedPolicySection
@@ -399,6 +400,34 @@ async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
         assert places[0] is not threading.current_thread()
 
 
+async def test_rows_are_built_and_exported_off_the_event_loop(monkeypatch, tmp_path):
+    threads = []
+
+    def watched(function):
+        def watch(*given):
+            threads.append(threading.current_thread())
+            return function(*given)
+
+        return watch
+
+    async with scripted_gateway(ScriptedSampler(), export=tmp_path / "rows.jsonl") as (caller, _):
+        monkeypatch.setattr(Session, "rows", watched(Session.rows))
+        monkeypatch.setattr(capture_app, "append_jsonl", watched(capture_app.append_jsonl))
+        await say(caller, "s", [USER])
+        await rows(caller, "s")
+        await caller.post("/sessions/s/end", {})
+        assert len(threads) == 3
+        assert threading.current_thread() not in threads
+
+
+async def test_conversation_keeps_its_tools_once():
+    async with scripted_gateway(ScriptedSampler()) as (caller, sessions):
+        first = await say(caller, "s", [USER], tools=[TOOL])
+        await say(caller, "s", [USER, first, USER], tools=[TOOL])
+        one, two = sessions.find("s").calls
+        assert one.options is two.options
+
+
 # ---- sessions ----
 
 
@@ -446,6 +475,18 @@ async def test_sessions_are_bounded_in_number_tokens_and_idle_time(caplog):
         await caller.error("/sessions/a/end", {}, 404)
         assert "session a: dropped with 1 calls" in caplog.text
         assert len(sessions) == 0
+
+
+async def test_a_session_counts_the_tokens_of_all_its_rows():
+    """Also those that a branch repeats: its row has them again."""
+    async with scripted_gateway(ScriptedSampler(), most_tokens=700) as (caller, sessions):
+        first = await say(caller, "s", [{"role": "user", "content": "word " * 30}])
+        body = {"messages": [{"role": "user", "content": "word " * 30}, first, USER]}
+        statuses = [(await caller.post(f"/sessions/s{CHAT}", body))[0] for _ in range(6)]
+        found = await rows(caller, "s")
+        assert sum(len(row["tokens"]) for row in found) == sessions.find("s").num_tokens <= 700
+        assert statuses == [*[200] * len(found), *[400] * (6 - len(found))]
+        assert 1 < len(found) < 6
 
 
 async def test_call_fails_if_its_session_ended_meanwhile():
