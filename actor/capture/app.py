@@ -1,6 +1,7 @@
 """HTTP routes of sessions, for the clients of agents and for a trainer."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -20,6 +21,8 @@ from rlhf_triton.actor.capture.sessions import Sampler, Session, Sessions
 from rlhf_triton.store.jsonl import append_jsonl
 
 SESSION = "/sessions/{name}"
+LARGE_BODY_BYTES = 100_000
+LARGE_AT_A_TIME = 2  # large contexts that are tokenised at a time, so that they never take all threads
 NAME = re.compile(r"[\w.:-]{1,200}")
 
 
@@ -43,12 +46,16 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         max_tokens: maximum tokens of a reply whose request sets no limit.
     """
 
+    large_contexts = asyncio.Semaphore(LARGE_AT_A_TIME)
+
     async def answer(api: ChatApi, request: Request) -> Response:
         name = _name(request)
         agent_request = await asyncio.to_thread(api.read, await read_json(request), max_tokens)
+        is_large = int(request.headers.get("content-length", LARGE_BODY_BYTES)) >= LARGE_BODY_BYTES
         with sessions.calling(name) as session:
             # In a thread: a long context takes seconds, in which other agents and the run's generation continue.
-            call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
+            async with large_contexts if is_large else contextlib.nullcontext():
+                call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
             prompt = call.tokens
             sampling = dataclasses.replace(
                 agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)

@@ -400,6 +400,27 @@ async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
         assert places[0] is not threading.current_thread()
 
 
+async def test_large_contexts_leave_threads_for_other_agents(monkeypatch):
+    """Each takes seconds to tokenise, and all requests share one pool of at most 32 threads."""
+    begin = Session.begin
+    tokenised = threading.Event()
+
+    def slow(session, messages, tools):
+        assert session.name == "small" or tokenised.wait(60)
+        return begin(session, messages, tools)
+
+    monkeypatch.setattr(Session, "begin", slow)
+    async with scripted_gateway(ScriptedSampler()) as (caller, sessions):
+        body = {"messages": [USER], "metadata": "x" * 100_000}
+        calls = [asyncio.create_task(caller.post(f"/sessions/{i}{CHAT}", body)) for i in range(40)]
+        await until(lambda: len(sessions) == 40)
+        try:
+            await asyncio.wait_for(say(caller, "small", [USER]), 30)
+        finally:
+            tokenised.set()
+        assert {status for status, _ in await asyncio.gather(*calls)} == {200}
+
+
 async def test_rows_are_built_and_exported_off_the_event_loop(monkeypatch, tmp_path):
     threads = []
 
