@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import logging
+import re
 import threading
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rlhf_triton.actor.capture import app as capture_app
 from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.capture.sessions import Sampling, Session, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
-from rlhf_triton.actor.data.chat import Chat, TemplateError
+from rlhf_triton.actor.data.chat import HERMES, Chat, TemplateError, tool_calls
 from rlhf_triton.config.sections import ServedPolicySection
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.gateway.policy import policy_routes
@@ -83,9 +84,10 @@ async def with_openai(caller):
     ):
         reply = await say(caller, "s", messages, tools=[TOOL])
         for call in reply.get("tool_calls", ()):
-            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"] |= {"arguments": json.dumps(arguments, indent=1), "parsed_arguments": arguments}
             answers[0]["tool_call_id"] = call["id"]
-        messages += [{**reply, "annotations": None, "audio": None, "function_call": None}, *answers]
+        messages += [{**reply, "annotations": None, "audio": None, "function_call": None, "parsed": None}, *answers]
     await say(caller, "s", messages, tools=[TOOL])
 
 
@@ -248,6 +250,15 @@ async def test_only_well_formed_tool_calls_are_parsed():
             assert message["content"] == f"I add. {CALL}{CALL} {wrong}"
 
 
+def test_pattern_of_tool_calls_cannot_backtrack():
+    """Beside a second repetition, a reply of n spaces in a tool call that is not closed takes n squared steps."""
+    assert len(re.findall(r"[*+?{]", HERMES.pattern.replace("*?", "*").replace("(?:", "("))) == 1
+    for unclosed in ("", " \n{", "</tool_cal", "<tool_call>"):
+        [match] = HERMES.finditer(f"<tool_call>{unclosed}")
+        assert match.span() == (0, len("<tool_call>" + unclosed)), "so no other place of it is tried"
+    assert [call.name for call in tool_calls('<tool_call> \n{"name": "f"}\n </tool_call>')] == ["f"]
+
+
 async def events_of(caller, path, body):
     async with caller.session.post(f"{caller.url}/sessions/s{path}", json={**body, "stream": True}) as reply:
         assert reply.content_type == "text/event-stream"
@@ -286,6 +297,18 @@ async def test_streamed_replies_have_openai_and_anthropic_events():
 # ---- what is refused ----
 
 
+LONG = "x" * 201
+FUNCTION = {"name": "f", "arguments": "{}"}
+
+
+def called(**fields):
+    return {"role": "assistant", "tool_calls": [{"function": FUNCTION, **fields}]}
+
+
+def block(kind, **fields):
+    return {"role": "user", "content": [{"type": kind, **fields}]}
+
+
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 BOTH = [
     ("messages", {"messages": []}),
@@ -299,7 +322,21 @@ BOTH = [
 REFUSED = [
     *((path, field, fields) for path in (CHAT, MESSAGES) for field, fields in BOTH),
     (CHAT, "n", {"n": 2}),
-    (CHAT, "messages[0].name", {"messages": [{**USER, "name": "x" * 201}]}),
+    (CHAT, "messages[0].name", {"messages": [{**USER, "name": LONG}]}),
+    (CHAT, "messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "1", "tool_call_id": LONG}]}),
+    (CHAT, "messages[0].tool_calls[0].id", {"messages": [called(id=LONG)]}),
+    (CHAT, "messages[0].tool_calls[0].function.name", {"messages": [called(function={**FUNCTION, "name": LONG})]}),
+    (CHAT, "tools[0].function.name", {"tools": [{"type": "function", "function": {"name": LONG}}]}),
+    (MESSAGES, "messages[0].content[0].tool_use.id", {"messages": [block("tool_use", id=LONG, name="f", input={})]}),
+    (MESSAGES, "messages[0].content[0].tool_use.name", {"messages": [block("tool_use", id="1", name=LONG, input={})]}),
+    (
+        MESSAGES,
+        "messages[0].content[0].tool_result.tool_use_id",
+        {"messages": [block("tool_result", tool_use_id=LONG)]},
+    ),
+    (MESSAGES, "tools[0].name", {"tools": [{"name": LONG, "input_schema": {}}]}),
+    (CHAT, "stop", {"stop": ["x"] * 65}),
+    (MESSAGES, "stop_sequences", {"stop_sequences": ["x"] * 65}),
     (CHAT, "response_format.type", {"response_format": {"type": "json_object"}}),
     (CHAT, "logprobs", {"logprobs": True}),
     (CHAT, "tool_choice", {"tool_choice": "required"}),
