@@ -56,13 +56,16 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
             # In a thread: a long context takes seconds, in which other agents and the run's generation continue.
             async with large_contexts if is_large else contextlib.nullcontext():
                 call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
-            prompt = call.tokens
-            sampling = dataclasses.replace(
-                agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)
-            )
-            sampled = await while_connected(request, sampler.sample(name, prompt, sampling))
-            reply = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
-            session.record(call, sampled, reply.message)
+            try:
+                prompt = call.tokens
+                sampling = dataclasses.replace(
+                    agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)
+                )
+                sampled = await while_connected(request, sampler.sample(name, prompt, sampling))
+                reply = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
+                session.record(call, sampled, reply.message)
+            finally:
+                session.forget(call)
         body = api.body(reply, agent_request)
         if agent_request.stream:
             return Response("".join(api.events(body, agent_request)), media_type="text/event-stream")

@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,8 @@ class Session:
         self._max_tokens = max_tokens
         self._max_calls = max_calls
         self._ends: dict[str, PolicyCall] = {}  # calls by the digest of their conversation, reply included
+        self._counting = threading.Lock()
+        self._begun: dict[PolicyCall, int] = {}  # calls in flight, and how many tokens they add to the rows at least
         self._leaves: dict[PolicyCall, None] = {}  # calls that no later call extends, in order
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
@@ -157,19 +160,28 @@ class Session:
             num_known = 0
             before = encode_bare_text(self._tokenizer, chat.prompt(messages))
         options = chat.options if parent is None else parent.options  # equal, but kept once
-        num_new = self._num_repeated(parent) + len(before)
-        num_left = self._max_tokens - self.num_tokens - num_new
-        if num_left < 1:
-            self.limit = "max_tokens"
-            raise HttpError(
-                400,
-                f"messages: {num_new} tokens after the {self.num_tokens} of the session's rows so far leave no "
-                f"room for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
-                "messages",
-            )
-        return PolicyCall(
+        call = PolicyCall(
             parent=parent, messages=messages[num_known:], before=before, digest=digests[-1], options=options
-        ), num_left
+        )
+        with self._counting:
+            num_new = self._num_added(call, self._begun)
+            num_earlier = self.num_tokens + sum(self._begun.values())
+            num_left = self._max_tokens - num_earlier - num_new
+            if num_left < 1:
+                self.limit = "max_tokens"
+                raise HttpError(
+                    400,
+                    f"messages: {num_new} tokens after the {num_earlier} of the session's rows so far leave no room "
+                    f"for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
+                    "messages",
+                )
+            self._begun[call] = num_new
+        return call, num_left
+
+    def forget(self, call: PolicyCall) -> None:
+        """Stop counting a call as in flight."""
+        with self._counting:
+            self._begun.pop(call, None)
 
     def record(self, call: PolicyCall, sampled: PolicyTurn, reply: Message) -> None:
         """Record a call with its reply. Raises HttpError if the session has ended meanwhile."""
@@ -178,7 +190,8 @@ class Session:
         call.sampled = sampled
         call.reply = reply
         call.number = len(self.calls)
-        self.num_tokens += self._num_repeated(call.parent) + len(call.before) + len(sampled.tokens)
+        self.forget(call)
+        self.num_tokens += self._num_added(call)
         self.calls.append(call)
         if call.parent in self._leaves:
             del self._leaves[call.parent]
@@ -194,9 +207,10 @@ class Session:
             trained.update(rows[-1].calls)
         return rows
 
-    def _num_repeated(self, parent: PolicyCall | None) -> int:
-        """Return how many tokens of other rows the row of a call after `parent` has, 0 if it extends its only row."""
-        return 0 if parent is None or parent in self._leaves else parent.num_tokens
+    def _num_added(self, call: PolicyCall, in_flight: Collection[PolicyCall] = ()) -> int:
+        """Return how many tokens a call adds to the rows: a branch repeats those before it in another row."""
+        is_branch = call.parent not in self._leaves or any(other.parent is call.parent for other in in_flight)
+        return call.num_tokens if is_branch else len(call.before) + len(call.sampled.tokens)
 
 
 def _session_ended(name: str) -> HttpError:

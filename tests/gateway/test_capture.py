@@ -547,6 +547,27 @@ async def test_a_session_counts_the_tokens_of_all_its_rows():
         assert 1 < len(found) < 6
 
 
+async def test_a_session_counts_the_tokens_of_calls_in_flight():
+    sampler = ScriptedSampler()
+    async with scripted_gateway(sampler, most_tokens=700) as (caller, sessions):
+        body = {"messages": [{"role": "user", "content": "word " * 30}]}
+        for name, count in (("s", 0), ("t", 1)):  # without an earlier call, and as branches of one
+            sampler.open.set()
+            messages = [*body["messages"]]
+            for _ in range(count):
+                messages += [await say(caller, name, messages), USER]
+            sampler.open.clear()
+            path = f"/sessions/{name}{CHAT}"
+            calls = [asyncio.create_task(caller.post(path, {"messages": messages})) for _ in range(9)]
+            await until(lambda calls=calls: sampler.in_flight + sum(call.done() for call in calls) == 9)
+            sampler.open.set()
+            assert {status for status, _ in await asyncio.gather(*calls)} == {200, 400}
+            session = sessions.find(name)
+            assert sum(len(row["tokens"]) for row in await rows(caller, name)) == session.num_tokens
+            assert session.num_tokens < 800, "700 and the replies"
+            assert not session._begun, "calls that ended are not in flight"
+
+
 async def test_call_fails_if_its_session_ended_meanwhile():
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
