@@ -1,12 +1,14 @@
 """HTTP routes of sessions, for the clients of agents and for a trainer."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
+import json
 import re
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 from starlette.requests import Request
@@ -19,6 +21,8 @@ from rlhf_triton.actor.capture.sessions import Sampler, Session, Sessions
 from rlhf_triton.store.jsonl import append_jsonl
 
 SESSION = "/sessions/{name}"
+LARGE_BODY_BYTES = 100_000
+LARGE_AT_A_TIME = 2  # large contexts that are tokenised at a time, so that they never take all threads
 NAME = re.compile(r"[\w.:-]{1,200}")
 
 
@@ -42,19 +46,26 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         max_tokens: maximum tokens of a reply whose request sets no limit.
     """
 
+    large_contexts = asyncio.Semaphore(LARGE_AT_A_TIME)
+
     async def answer(api: ChatApi, request: Request) -> Response:
         name = _name(request)
         agent_request = await asyncio.to_thread(api.read, await read_json(request), max_tokens)
+        is_large = int(request.headers.get("content-length", LARGE_BODY_BYTES)) >= LARGE_BODY_BYTES
         with sessions.calling(name) as session:
             # In a thread: a long context takes seconds, in which other agents and the run's generation continue.
-            call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
-            prompt = call.tokens
-            sampling = dataclasses.replace(
-                agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)
-            )
-            sampled = await while_connected(request, sampler.sample(name, prompt, sampling))
-            reply = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
-            session.record(call, sampled, reply.message)
+            async with large_contexts if is_large else contextlib.nullcontext():
+                call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
+            try:
+                prompt = call.tokens
+                sampling = dataclasses.replace(
+                    agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)
+                )
+                sampled = await while_connected(request, sampler.sample(name, prompt, sampling))
+                reply = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
+                session.record(call, sampled, reply.message)
+            finally:
+                session.forget(call)
         body = api.body(reply, agent_request)
         if agent_request.stream:
             return Response("".join(api.events(body, agent_request)), media_type="text/event-stream")
@@ -87,20 +98,21 @@ def trainer_routes(sessions: Sessions, export: Path | None) -> list[Route]:
 
     async def read(request: Request) -> Response:
         """Return the trajectories so far."""
-        return JSONResponse({"trajectories": _rows(sessions.find(_name(request)))})
+        return await asyncio.to_thread(_trajectories, sessions.find(_name(request)))
 
     async def end(request: Request) -> Response:
         """Export the trajectories, forget the session, and return them."""
         body = EndBody.read(await read_json(request))
-        session = sessions.find(_name(request))
-        rows = _rows(session, body.group)
-        if export is not None:
-            try:
-                append_jsonl(export, rows)
-            except OSError as error:
-                raise HttpError(500, f"session {session.name} stays open because its export failed: {error}") from error
-        sessions.end(session.name)
-        return JSONResponse({"trajectories": rows})
+        name = _name(request)
+        try:
+            session = sessions.find(name)
+        finally:  # even without calls, because a late agent's call would become a row of the next session of that name
+            sessions.end(name)
+        try:
+            return await asyncio.to_thread(_trajectories, session, body.group, export)
+        except OSError as error:
+            sessions.reopen(session)
+            raise HttpError(500, f"session {name} stays open because its export failed: {error}") from error
 
     return [
         Route(SESSION, read),
@@ -115,5 +127,10 @@ def _name(request: Request) -> str:
     return name
 
 
-def _rows(session: Session, group: str = "") -> list[dict[str, Any]]:
-    return [row.exported(session, group) for row in session.rows()]
+def _trajectories(session: Session, group: str = "", export: Path | None = None) -> Response:
+    """Append a session's rows to `export`, if any, and return them. Takes seconds for long contexts; raises OSError."""
+    rows = [row.exported(session, group) for row in session.rows()]
+    if export is not None:
+        append_jsonl(export, rows)
+    encoded = ",".join(json.dumps(row, ensure_ascii=False) for row in rows)  # other threads run between two rows
+    return Response(f'{{"trajectories":[{encoded}]}}', media_type="application/json")

@@ -97,8 +97,11 @@ Id = Annotated[str, Field(max_length=MAX_ID)]
 Nothing = Annotated[float, Field(ge=0, le=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NumTokens = Annotated[int, Field(ge=1, le=1_000_000_000)]
+MAX_STOPS = 64  # each is searched for in the reply; OpenAI's API allows 4
 Texts = Annotated[
-    list[Annotated[str, Field(min_length=1)]], BeforeValidator(lambda one: [one] if isinstance(one, str) else one)
+    list[Annotated[str, Field(min_length=1)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda one: [one] if isinstance(one, str) else one),
 ]
 
 
@@ -156,6 +159,7 @@ class CalledFunction(Body):
 
     name: Id
     arguments: str
+    parsed_arguments: Any = None  # OpenAI's client adds it if the tool is strict
 
     @field_validator("arguments")
     @classmethod

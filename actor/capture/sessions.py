@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,11 @@ class PolicyCall:
         return calls[::-1]
 
     @property
+    def num_tokens(self) -> int:
+        """Number of `tokens`."""
+        return sum(len(call.before) + len(call.sampled.tokens) for call in self.path)
+
+    @property
     def tokens(self) -> list[int]:
         """Token ids of the conversation, as the policy saw and sampled them."""
         return [token for call in self.path for token in (*call.before, *call.sampled.tokens)]
@@ -113,6 +119,7 @@ class Session:
     def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
         self.name = name
         self.num_tokens = 0
+        """Tokens of all rows."""
         self.limit = ""
         """`limit`: the limit for which a call was refused, `max_tokens` or `max_turns`; empty if none was refused."""
         self.calls: list[PolicyCall] = []
@@ -123,6 +130,9 @@ class Session:
         self._max_tokens = max_tokens
         self._max_calls = max_calls
         self._ends: dict[str, PolicyCall] = {}  # calls by the digest of their conversation, reply included
+        self._counting = threading.Lock()
+        self._begun: dict[PolicyCall, int] = {}  # calls in flight, and how many tokens they add to the rows at least
+        self._leaves: dict[PolicyCall, None] = {}  # calls that no later call extends, in order
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
         """Return a call that continues the longest recorded prefix of `messages`, and its reply's token limit.
@@ -149,18 +159,29 @@ class Session:
             parent = None
             num_known = 0
             before = encode_bare_text(self._tokenizer, chat.prompt(messages))
-        num_left = self._max_tokens - self.num_tokens - len(before)
-        if num_left < 1:
-            self.limit = "max_tokens"
-            raise HttpError(
-                400,
-                f"messages: {len(before)} tokens after the {self.num_tokens} of the session's earlier calls leave no "
-                f"room for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
-                "messages",
-            )
-        return PolicyCall(
-            parent=parent, messages=messages[num_known:], before=before, digest=digests[-1], options=chat.options
-        ), num_left
+        options = chat.options if parent is None else parent.options  # equal, but kept once
+        call = PolicyCall(
+            parent=parent, messages=messages[num_known:], before=before, digest=digests[-1], options=options
+        )
+        with self._counting:
+            num_new = self._num_added(call, self._begun)
+            num_earlier = self.num_tokens + sum(self._begun.values())
+            num_left = self._max_tokens - num_earlier - num_new
+            if num_left < 1:
+                self.limit = "max_tokens"
+                raise HttpError(
+                    400,
+                    f"messages: {num_new} tokens after the {num_earlier} of the session's rows so far leave no room "
+                    f"for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
+                    "messages",
+                )
+            self._begun[call] = num_new
+        return call, num_left
+
+    def forget(self, call: PolicyCall) -> None:
+        """Stop counting a call as in flight."""
+        with self._counting:
+            self._begun.pop(call, None)
 
     def record(self, call: PolicyCall, sampled: PolicyTurn, reply: Message) -> None:
         """Record a call with its reply. Raises HttpError if the session has ended meanwhile."""
@@ -169,17 +190,27 @@ class Session:
         call.sampled = sampled
         call.reply = reply
         call.number = len(self.calls)
-        self.num_tokens += len(call.before) + len(sampled.tokens)
+        self.forget(call)
+        self.num_tokens += self._num_added(call)
         self.calls.append(call)
+        if call.parent in self._leaves:
+            del self._leaves[call.parent]
+        self._leaves[call] = None
         self._ends[_digest(call.digest, _identity(reply))] = call
 
     def rows(self) -> list[CapturedRow]:
         """Return a row for each call that no later call extends. A reply in several rows is trained in the first."""
-        continued = {call.parent for call in self.calls}
+        trained = set[PolicyCall]()
         rows = list[CapturedRow]()
-        for leaf in (call for call in self.calls if call not in continued):
-            rows.append(CapturedRow.ending_with(leaf, {call for row in rows for call in row.calls}))
+        for leaf in [*self._leaves]:
+            rows.append(CapturedRow.ending_with(leaf, trained))
+            trained.update(rows[-1].calls)
         return rows
+
+    def _num_added(self, call: PolicyCall, in_flight: Collection[PolicyCall] = ()) -> int:
+        """Return how many tokens a call adds to the rows: a branch repeats those before it in another row."""
+        is_branch = call.parent not in self._leaves or any(other.parent is call.parent for other in in_flight)
+        return call.num_tokens if is_branch else len(call.before) + len(call.sampled.tokens)
 
 
 def _session_ended(name: str) -> HttpError:
@@ -200,7 +231,7 @@ class Sessions:
         """
         Args:
             most: maximum number of open sessions.
-            most_tokens: maximum tokens of all calls of a session; a shared prefix counts once.
+            most_tokens: maximum tokens of all rows of a session.
             idle_s: time without a request after which a session is dropped.
             most_calls: maximum calls of a session.
 
@@ -255,14 +286,21 @@ class Sessions:
         return self._open[name]
 
     def end(self, name: str) -> Session | None:
-        """End a session and return it, None if it is unknown; its later calls are refused."""
+        """End a session and return it, None if it is unknown; later calls under its name are refused in both cases."""
+        self._ended.pop(name, None)  # the oldest comes first
+        self._ended[name] = time.monotonic()
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
         session = self._open.pop(name, None)
         if session is not None:
             session.is_over = True
-            self._ended[name] = time.monotonic()
-            if len(self._ended) > MOST_ENDED:
-                del self._ended[next(iter(self._ended))]
         return session
+
+    def reopen(self, session: Session) -> None:
+        """Undo `end`."""
+        self._ended.pop(session.name, None)
+        self._open[session.name] = session
+        session.is_over = False
 
     def _drop_idle(self) -> None:
         oldest = time.monotonic() - self._idle_s

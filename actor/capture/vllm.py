@@ -17,13 +17,24 @@ class VllmSampler:
     """A sampler over vLLM servers: the calls of a session go to the same one, for its prefix cache."""
 
     def __init__(
-        self, addresses: Sequence[str], *, eos_ids: Sequence[int], banned_ids: Sequence[int] = (), deadline_s: float
+        self,
+        addresses: Sequence[str],
+        *,
+        eos_ids: Sequence[int],
+        banned_ids: Sequence[int] = (),
+        deadline_s: float,
+        vocab_size: int | None = None,
     ) -> None:
-        """`addresses`: as `actor.client.servers`. `deadline_s`: timeout of one reply of one server."""
+        """
+        Args:
+            addresses: as `actor.client.servers`.
+            deadline_s: timeout of one reply of one server.
+            vocab_size: number of the policy's embeddings; None if unknown.
+        """
         self._tokens = token_rules(eos_ids, banned_ids)
         self._settings = ClientSection(max_outage_s=0)  # the agent decides whether to wait
         self._budget = RetryBudget(RETRY_RESERVE)
-        connect = functools.partial(VllmClient, limit=0, deadline_s=deadline_s, checked=set())
+        connect = functools.partial(VllmClient, limit=0, deadline_s=deadline_s, checked=set(), vocab_size=vocab_size)
         self._servers = ServerPool(addresses, connect, self._settings, RequestCounters())
 
     async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:

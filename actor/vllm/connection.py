@@ -14,7 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from rlhf_triton.actor.data.recorded import PolicyTurn, Version
+from rlhf_triton.actor.data.recorded import PolicyTurn
+from rlhf_triton.actor.vllm.replies import turn_in
 from rlhf_triton.client.connection import attempt_failure, timeout
 from rlhf_triton.client.errors import AttemptFailed, Kind
 from rlhf_triton.errors import RlhfError
@@ -102,7 +103,6 @@ PROBE_S = 10.0
 IDLE_S = 2.0  # after which an idle connection is closed; vLLM closes it after 5 s, possibly during a new request
 LOCK_POLL_S = 0.05
 GENERATE = "/inference/v1/generate"
-COMPLETE = ("stop", "length")  # finish_reason of a whole response
 HINT = "; is vLLM running there?"
 LOGPROBS_MODE = "processed_logprobs"  # log-probs at the sampling temperature
 BAN_BIAS = -100.0  # added to the logits of banned tokens; the lowest bias that vLLM accepts
@@ -117,14 +117,18 @@ def token_rules(eos_ids: Sequence[int], banned_ids: Sequence[int]) -> dict[str, 
 class VllmClient:
     """HTTP connections to one vLLM server."""
 
-    def __init__(self, url: str, *, limit: int, deadline_s: float, checked: set[str]) -> None:
+    def __init__(
+        self, url: str, *, limit: int, deadline_s: float, checked: set[str], vocab_size: int | None = None
+    ) -> None:
         """
         Args:
             limit: maximum connections; 0: no limit.
             deadline_s: timeout of one request.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
+            vocab_size: number of the policy's embeddings; None if unknown.
         """
         self.url = url
+        self._vocab_size = vocab_size
         self._deadline_s = deadline_s
         self._checked = checked
         connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=IDLE_S)
@@ -144,23 +148,7 @@ class VllmClient:
         """
         await self.check()
         body = {"token_ids": [*token_ids], "sampling_params": dict(sampling), **more}
-        choices = (await self.post(GENERATE, body)).get("choices")
-        if not choices:
-            raise AttemptFailed(Kind.LOST, "answered without a response")
-        choice: dict[str, Any] = choices[0]
-        if choice.get("finish_reason") not in COMPLETE:  # "abort": the server was paused by another client
-            raise AttemptFailed(
-                Kind.LOST, "did not complete a response", f"finish_reason {choice.get('finish_reason')!r}"
-            )
-        tokens = list(choice["token_ids"])
-        logprobs = [item["logprob"] for item in (choice.get("logprobs") or {}).get("content") or ()]
-        versions: list[Version] = [None] * len(tokens)
-        for span in choice.get("weight_versions") or ():
-            versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
-        if not len(tokens) == len(logprobs) == len(versions) > 0:
-            counts = f"{len(tokens)} tokens, {len(logprobs)} log-probs, and versions of {len(versions)} tokens"
-            raise AttemptFailed(Kind.LOST, "answered without tokens, or with lists of different lengths", counts)
-        return PolicyTurn(tokens, choice["finish_reason"] == "stop", logprobs, versions)
+        return turn_in(await self.post(GENERATE, body), self._vocab_size)
 
     async def check(self) -> None:
         """Check the server's release and settings, once per server and process. Raises RlhfError."""
@@ -238,6 +226,7 @@ class VllmConnection:
         limit: int,
         deadline_s: float,
         checked: set[str],
+        vocab_size: int,
     ) -> None:
         """
         Args:
@@ -245,11 +234,12 @@ class VllmConnection:
             limit: maximum connections.
             deadline_s: timeout of one response, and of loading a version.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
+            vocab_size: number of the policy's embeddings.
         """
         self._versions = versions
         self._version = versions.current()
         self._is_adapter = is_adapter
-        self._server = VllmClient(url, limit=limit, deadline_s=deadline_s, checked=checked)
+        self._server = VllmClient(url, limit=limit, deadline_s=deadline_s, checked=checked, vocab_size=vocab_size)
         self._is_loaded = False
         self._loading: asyncio.Task[None] | None = None
 

@@ -147,6 +147,7 @@ class VllmGeneration(Generation):
                 limit=self._settings.batch_size,
                 deadline_s=max(DEADLINE_S, SLOWEST_TOKEN_S * self._settings.max_new_tokens),
                 checked=self._checked,
+                vocab_size=self._policy.vocab_size,
             )
             self._connections.append(connection)
             return connection

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import logging
+import re
 import threading
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from scripted_policy import EOS, TEMPLATE, TOKENIZER, ScriptedSampler, ids, scri
 from scripted_servers import until
 from tiny_tokenizers import make_text_tokenizer
 
+from rlhf_triton.actor.capture import app as capture_app
 from rlhf_triton.actor.capture.http import HttpError
-from rlhf_triton.actor.capture.sessions import Sampling, Sessions
+from rlhf_triton.actor.capture.sessions import Sampling, Session, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
-from rlhf_triton.actor.data.chat import Chat, TemplateError
+from rlhf_triton.actor.data.chat import HERMES, Chat, TemplateError, tool_calls
 from rlhf_triton.config.sections import ServedPolicySection
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.gateway.policy import policy_routes
@@ -82,9 +84,10 @@ async def with_openai(caller):
     ):
         reply = await say(caller, "s", messages, tools=[TOOL])
         for call in reply.get("tool_calls", ()):
-            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"] |= {"arguments": json.dumps(arguments, indent=1), "parsed_arguments": arguments}
             answers[0]["tool_call_id"] = call["id"]
-        messages += [{**reply, "annotations": None, "audio": None, "function_call": None}, *answers]
+        messages += [{**reply, "annotations": None, "audio": None, "function_call": None, "parsed": None}, *answers]
     await say(caller, "s", messages, tools=[TOOL])
 
 
@@ -247,6 +250,15 @@ async def test_only_well_formed_tool_calls_are_parsed():
             assert message["content"] == f"I add. {CALL}{CALL} {wrong}"
 
 
+def test_pattern_of_tool_calls_cannot_backtrack():
+    """Beside a second repetition, a reply of n spaces in a tool call that is not closed takes n squared steps."""
+    assert len(re.findall(r"[*+?{]", HERMES.pattern.replace("*?", "*").replace("(?:", "("))) == 1
+    for unclosed in ("", " \n{", "</tool_cal", "<tool_call>"):
+        [match] = HERMES.finditer(f"<tool_call>{unclosed}")
+        assert match.span() == (0, len("<tool_call>" + unclosed)), "so no other place of it is tried"
+    assert [call.name for call in tool_calls('<tool_call> \n{"name": "f"}\n </tool_call>')] == ["f"]
+
+
 async def events_of(caller, path, body):
     async with caller.session.post(f"{caller.url}/sessions/s{path}", json={**body, "stream": True}) as reply:
         assert reply.content_type == "text/event-stream"
@@ -285,6 +297,18 @@ async def test_streamed_replies_have_openai_and_anthropic_events():
 # ---- what is refused ----
 
 
+LONG = "x" * 201
+FUNCTION = {"name": "f", "arguments": "{}"}
+
+
+def called(**fields):
+    return {"role": "assistant", "tool_calls": [{"function": FUNCTION, **fields}]}
+
+
+def block(kind, **fields):
+    return {"role": "user", "content": [{"type": kind, **fields}]}
+
+
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 BOTH = [
     ("messages", {"messages": []}),
@@ -298,7 +322,21 @@ BOTH = [
 REFUSED = [
     *((path, field, fields) for path in (CHAT, MESSAGES) for field, fields in BOTH),
     (CHAT, "n", {"n": 2}),
-    (CHAT, "messages[0].name", {"messages": [{**USER, "name": "x" * 201}]}),
+    (CHAT, "messages[0].name", {"messages": [{**USER, "name": LONG}]}),
+    (CHAT, "messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "1", "tool_call_id": LONG}]}),
+    (CHAT, "messages[0].tool_calls[0].id", {"messages": [called(id=LONG)]}),
+    (CHAT, "messages[0].tool_calls[0].function.name", {"messages": [called(function={**FUNCTION, "name": LONG})]}),
+    (CHAT, "tools[0].function.name", {"tools": [{"type": "function", "function": {"name": LONG}}]}),
+    (MESSAGES, "messages[0].content[0].tool_use.id", {"messages": [block("tool_use", id=LONG, name="f", input={})]}),
+    (MESSAGES, "messages[0].content[0].tool_use.name", {"messages": [block("tool_use", id="1", name=LONG, input={})]}),
+    (
+        MESSAGES,
+        "messages[0].content[0].tool_result.tool_use_id",
+        {"messages": [block("tool_result", tool_use_id=LONG)]},
+    ),
+    (MESSAGES, "tools[0].name", {"tools": [{"name": LONG, "input_schema": {}}]}),
+    (CHAT, "stop", {"stop": ["x"] * 65}),
+    (MESSAGES, "stop_sequences", {"stop_sequences": ["x"] * 65}),
     (CHAT, "response_format.type", {"response_format": {"type": "json_object"}}),
     (CHAT, "logprobs", {"logprobs": True}),
     (CHAT, "tool_choice", {"tool_choice": "required"}),
@@ -399,6 +437,55 @@ async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
         assert places[0] is not threading.current_thread()
 
 
+async def test_large_contexts_leave_threads_for_other_agents(monkeypatch):
+    """Each takes seconds to tokenise, and all requests share one pool of at most 32 threads."""
+    begin = Session.begin
+    tokenised = threading.Event()
+
+    def slow(session, messages, tools):
+        assert session.name == "small" or tokenised.wait(60)
+        return begin(session, messages, tools)
+
+    monkeypatch.setattr(Session, "begin", slow)
+    async with scripted_gateway(ScriptedSampler()) as (caller, sessions):
+        body = {"messages": [USER], "metadata": "x" * 100_000}
+        calls = [asyncio.create_task(caller.post(f"/sessions/{i}{CHAT}", body)) for i in range(40)]
+        await until(lambda: len(sessions) == 40)
+        try:
+            await asyncio.wait_for(say(caller, "small", [USER]), 30)
+        finally:
+            tokenised.set()
+        assert {status for status, _ in await asyncio.gather(*calls)} == {200}
+
+
+async def test_rows_are_built_and_exported_off_the_event_loop(monkeypatch, tmp_path):
+    threads = []
+
+    def watched(function):
+        def watch(*given):
+            threads.append(threading.current_thread())
+            return function(*given)
+
+        return watch
+
+    async with scripted_gateway(ScriptedSampler(), export=tmp_path / "rows.jsonl") as (caller, _):
+        monkeypatch.setattr(Session, "rows", watched(Session.rows))
+        monkeypatch.setattr(capture_app, "append_jsonl", watched(capture_app.append_jsonl))
+        await say(caller, "s", [USER])
+        await rows(caller, "s")
+        await caller.post("/sessions/s/end", {})
+        assert len(threads) == 3
+        assert threading.current_thread() not in threads
+
+
+async def test_conversation_keeps_its_tools_once():
+    async with scripted_gateway(ScriptedSampler()) as (caller, sessions):
+        first = await say(caller, "s", [USER], tools=[TOOL])
+        await say(caller, "s", [USER, first, USER], tools=[TOOL])
+        one, two = sessions.find("s").calls
+        assert one.options is two.options
+
+
 # ---- sessions ----
 
 
@@ -448,6 +535,39 @@ async def test_sessions_are_bounded_in_number_tokens_and_idle_time(caplog):
         assert len(sessions) == 0
 
 
+async def test_a_session_counts_the_tokens_of_all_its_rows():
+    """Also those that a branch repeats: its row has them again."""
+    async with scripted_gateway(ScriptedSampler(), most_tokens=700) as (caller, sessions):
+        first = await say(caller, "s", [{"role": "user", "content": "word " * 30}])
+        body = {"messages": [{"role": "user", "content": "word " * 30}, first, USER]}
+        statuses = [(await caller.post(f"/sessions/s{CHAT}", body))[0] for _ in range(6)]
+        found = await rows(caller, "s")
+        assert sum(len(row["tokens"]) for row in found) == sessions.find("s").num_tokens <= 700
+        assert statuses == [*[200] * len(found), *[400] * (6 - len(found))]
+        assert 1 < len(found) < 6
+
+
+async def test_a_session_counts_the_tokens_of_calls_in_flight():
+    sampler = ScriptedSampler()
+    async with scripted_gateway(sampler, most_tokens=700) as (caller, sessions):
+        body = {"messages": [{"role": "user", "content": "word " * 30}]}
+        for name, count in (("s", 0), ("t", 1)):  # without an earlier call, and as branches of one
+            sampler.open.set()
+            messages = [*body["messages"]]
+            for _ in range(count):
+                messages += [await say(caller, name, messages), USER]
+            sampler.open.clear()
+            path = f"/sessions/{name}{CHAT}"
+            calls = [asyncio.create_task(caller.post(path, {"messages": messages})) for _ in range(9)]
+            await until(lambda calls=calls: sampler.in_flight + sum(call.done() for call in calls) == 9)
+            sampler.open.set()
+            assert {status for status, _ in await asyncio.gather(*calls)} == {200, 400}
+            session = sessions.find(name)
+            assert sum(len(row["tokens"]) for row in await rows(caller, name)) == session.num_tokens
+            assert session.num_tokens < 800, "700 and the replies"
+            assert not session._begun, "calls that ended are not in flight"
+
+
 async def test_call_fails_if_its_session_ended_meanwhile():
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
@@ -460,6 +580,21 @@ async def test_call_fails_if_its_session_ended_meanwhile():
         for answer in (await late, await caller.post(f"/sessions/s{CHAT}", {"messages": [USER]})):
             assert (answer[0], len(sessions)) == (404, 0), "no client repeats it, so no late agent begins it again"
             assert "session s has ended: call under another name" in answer[1]["error"]["message"]
+
+
+@pytest.mark.parametrize("is_called", [True, False], ids=["during the first call", "before the first call"])
+async def test_session_without_calls_stays_closed_once_it_is_ended(is_called):
+    """Otherwise a late agent's call would become a row of the next attempt with that name."""
+    sampler = ScriptedSampler()
+    async with scripted_gateway(sampler) as (caller, sessions):
+        sampler.open.clear()
+        calls = [asyncio.create_task(caller.post(f"/sessions/s{CHAT}", {"messages": [USER]}))] if is_called else []
+        await until(lambda: sampler.in_flight == len(calls))
+        assert "session s is unknown" in await caller.error("/sessions/s/end", {}, 404)
+        sampler.open.set()
+        calls.append(asyncio.create_task(caller.post(f"/sessions/s{CHAT}", {"messages": [USER]})))
+        assert {status for status, _ in await asyncio.gather(*calls)} == {404}
+        assert len(sessions) == 0
 
 
 async def test_disconnected_clients_leave_no_session_turn_or_task():
@@ -529,23 +664,45 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
         assert found.value.status == 503
 
 
+def logprobs_of(value):
+    return {"logprobs": {"content": [{"logprob": value}] * 4}}
+
+
+def span(start, end):
+    return {"weight_versions": [{"version": "w", "start": start, "end": end}]}
+
+
 @pytest.mark.parametrize(
-    "columns",
+    ("columns", "told"),
     [
-        {"logprobs": {"content": [{"logprob": -0.5}] * 3}},
-        {"logprobs": None},
-        {"weight_versions": [{"version": "w", "start": 0, "end": 5}]},
+        ({"logprobs": {"content": [{"logprob": -0.5}] * 3}}, "4 tokens with 3 log-probs"),
+        ({"logprobs": None}, "4 tokens with 0 log-probs"),
+        ({"logprobs": [1, 2]}, "choices.0.logprobs: "),
+        (logprobs_of(float("nan")), "choices.0.logprobs.content.0.logprob: must be a finite number, got nan"),
+        (logprobs_of(None), "choices.0.logprobs.content.0.logprob: "),
+        ({"token_ids": []}, "0 tokens"),
+        ({"token_ids": None, "logprobs": None}, "0 tokens"),
+        ({"token_ids": ["a"] * 4}, "choices.0.token_ids.0: must be a valid integer, got 'a'"),
+        ({"token_ids": [5, 6, 7, -1]}, "choices.0.token_ids.3: must be greater than or equal to 0, got -1"),
+        ({"token_ids": [5, 6, 7, 100]}, "token id 100 is outside the vocabulary of 100"),
+        (span(0, 5), "weights version w of the tokens 0 to 5 of 4"),
+        (span(3, 1), "weights version w of the tokens 3 to 1 of 4"),
+        (span(-2, 2), "choices.0.weight_versions.0.start: "),
+        (span(0.0, 4), "choices.0.weight_versions.0.start: "),
+        (span(0, None), "choices.0.weight_versions.0.end: "),
     ],
-    ids=["a log-prob is missing", "no log-probs", "a version of more tokens"],
+    ids=str,
 )
-async def test_replies_with_mismatched_columns_are_rejected(columns):
-    """Otherwise each log-prob would belong to another token."""
+async def test_replies_with_damaged_columns_are_rejected(columns, told):
+    """Otherwise a log-prob belongs to another token, or is a number that neither JSON nor a training can use."""
     async with FakeVllm() as server:
-        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120)
+        sampler = VllmSampler([server.url], eos_ids=[1], deadline_s=120, vocab_size=100)
         server.answer = lambda request: columns
-        with pytest.raises(HttpError, match="lists of different lengths"):
+        with pytest.raises(HttpError) as raised:
             await sampler.sample("a", [9], Sampling(9))
         await sampler.close()
+    assert told in str(raised.value)
+    assert raised.value.status == 503
 
 
 async def test_gateway_section_with_a_policy_serves_and_exports_chats(tmp_path):

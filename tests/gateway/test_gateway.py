@@ -525,6 +525,24 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not():
         assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
 
 
+async def test_slow_upload_does_not_hold_up_other_large_bodies():
+    """What has arrived of it leaves too little room for the other one, which is complete first."""
+    async with FakeReward() as server, gateway(server.url, MAX_BODY_BYTES=300_000, BODY_S=60) as caller:
+        body = json.dumps({"query": ["x" * 250_000]}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.rpartition(":")[2]))
+        head = f"POST /get_reward HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        with contextlib.closing(writer):
+            writer.write(head.encode() + body[:160_000])
+            await writer.drain()
+            for _ in range(5):
+                await caller.get("/readyz")
+            for _ in range(2):
+                _, reply = await asyncio.wait_for(caller.post("/get_reward", body), 20)
+                assert reply["rewards"] == [250_000]
+            writer.write(body[160_000:])
+            assert b" 200 " in await reader.read()
+
+
 async def test_gateway_splits_requests_at_max_request_tokens():
     """It would be refused, and sent again in halves."""
 

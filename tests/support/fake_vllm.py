@@ -94,8 +94,8 @@ class FakeVllm(FakeServer):
         tokens = answer.get("token_ids", [5, 6, 7, 1])
         choice = {
             "token_ids": tokens,
-            "weight_versions": [{"version": self.weights, "start": 0, "end": len(tokens)}],
-            "logprobs": {"content": [{"logprob": -0.5} for _ in tokens]},
+            "weight_versions": [{"version": self.weights, "start": 0, "end": len(tokens or ())}],
+            "logprobs": {"content": [{"logprob": -0.5} for _ in tokens or ()]},
             "finish_reason": "stop",
         }
         return web.json_response({"choices": [{**choice, **answer}]})

@@ -101,13 +101,16 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
 class RequestGuard:
     """ASGI middleware: refuses requests without the key, and bodies above the limits, before they cost memory.
 
-    At most MAX_BODY_BYTES of large bodies are in memory at a time; further ones wait in their clients.
+    At most MAX_BODY_BYTES of large bodies are in memory at a time, and as much, or one body more, arriving. Others
+    wait in their clients. A slow upload takes no more room than what has arrived of it.
     """
 
     def __init__(self, app: ASGIApp, *, key: str | None) -> None:
         self._app = app
         self._key = key
         self._room = Room(MAX_BODY_BYTES)
+        self._num_arriving = 0  # bytes of incomplete large bodies
+        self._beyond = asyncio.Lock()  # held by the incomplete body that may exceed the limit: one can always complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -137,8 +140,22 @@ class RequestGuard:
 
     async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:
         """Return the body. Raises HttpError if it is late or exceeds a limit; `size`: as the client declares it."""
+        async with contextlib.AsyncExitStack() as arriving:
+            body = await self._received(receive, size, limit, arriving)
+            if len(body) > SMALL_BODY_BYTES:
+                await reserved.enter_async_context(self._room.reserved(len(body)))
+            if len(body) > COLLECTED_BYTES:  # what was parsed is in cycles, and would stay beside the next
+                reserved.callback(gc.collect)
+        if _num_items(body) > MAX_ITEMS:
+            raise HttpError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
+        return bytes(body)
+
+    async def _received(
+        self, receive: Receive, size: int, limit: int, arriving: contextlib.AsyncExitStack
+    ) -> bytearray:
         body = bytearray()
-        has_room = False
+        num_counted = 0
+        is_beyond = False
         more = True
         clock = asyncio.get_running_loop().time
         deadline = clock() + BODY_S
@@ -151,15 +168,21 @@ class RequestGuard:
             more = message.get("more_body", False)
             if max(size, len(body)) > limit:
                 raise HttpError(413, f"the body exceeds {limit} bytes" if limit else "send no body to this path")
-            if len(body) > SMALL_BODY_BYTES and not has_room:
-                await reserved.enter_async_context(self._room.reserved(size or limit))
-                if (size or limit) > COLLECTED_BYTES:  # what was parsed is in cycles, and would stay beside the next
-                    reserved.callback(gc.collect)
-                has_room = True
+            num_new = len(body) - num_counted
+            if len(body) <= SMALL_BODY_BYTES or is_beyond:
+                continue
+            if self._num_arriving + num_new > MAX_BODY_BYTES:
+                await arriving.enter_async_context(self._beyond)
+                is_beyond = True
                 deadline = clock() + BODY_S
-        if _num_items(body) > MAX_ITEMS:
-            raise HttpError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
-        return bytes(body)
+            else:
+                self._count_arriving(num_new)
+                arriving.callback(self._count_arriving, -num_new)
+                num_counted += num_new
+        return body
+
+    def _count_arriving(self, num_bytes: int) -> None:
+        self._num_arriving += num_bytes
 
 
 def _refuse_pages(headers: Mapping[str, str]) -> None:

@@ -7,11 +7,11 @@ from starlette.routing import Route
 from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
 from rlhf_triton.actor.capture.sessions import Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
-from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens_in
+from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings, special_tokens_in
 from rlhf_triton.config.sections import ServedPolicySection
 
 MAX_TOKENS = 1024  # for a request without a limit
-MAX_SESSION_TOKENS = 1_000_000  # per session; a history that several calls share counts once
+MAX_SESSION_TOKENS = 1_000_000  # of all rows of a session; about 20 MB of JSON
 MAX_SESSIONS = 1024  # that are open; beyond it, new ones get 429
 IDLE_S = 3600.0  # without a request, after which a session is dropped, without an export
 REPLY_LIMIT_S = 600.0
@@ -24,7 +24,11 @@ def policy_routes(settings: ServedPolicySection, closing: contextlib.AsyncExitSt
     tokenizer = load_tokenizer(settings.model)
     special = special_tokens_in(settings.model)
     sampler = VllmSampler(
-        settings.servers, eos_ids=special.eos_ids, banned_ids=special.banned_ids, deadline_s=REPLY_LIMIT_S
+        settings.servers,
+        eos_ids=special.eos_ids,
+        banned_ids=special.banned_ids,
+        deadline_s=REPLY_LIMIT_S,
+        vocab_size=num_embeddings(settings.model),
     )
     closing.push_async_callback(sampler.close)
     sessions = Sessions(tokenizer, most=MAX_SESSIONS, most_tokens=MAX_SESSION_TOKENS, idle_s=IDLE_S)
