@@ -42,6 +42,7 @@ class CapturedAgents(ConversationRunner):
             most_tokens=settings.max_tokens,
             idle_s=math.inf,
             most_calls=settings.max_turns,
+            counts_shared=False,
         )
         routes = capture_routes(self._sessions, self, model="policy", max_tokens=settings.max_tokens)
         app = Starlette(routes=routes, exception_handlers={RlhfError: refused})

@@ -116,10 +116,10 @@ class CapturedRow(RecordedRow):
 class Session:
     """The calls of one agent, which may have several conversations, even at the same time."""
 
-    def __init__(self, name: str, tokenizer: Any, max_tokens: int, max_calls: float) -> None:
+    def __init__(self, name: str, tokenizer: Any, *, max_tokens: int, max_calls: float, counts_shared: bool) -> None:
         self.name = name
         self.num_tokens = 0
-        """Tokens of all rows."""
+        """Tokens of all rows; those that several rows share count once unless `counts_shared`."""
         self.limit = ""
         """`limit`: the limit for which a call was refused, `max_tokens` or `max_turns`; empty if none was refused."""
         self.calls: list[PolicyCall] = []
@@ -129,6 +129,7 @@ class Session:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._max_calls = max_calls
+        self._counts_shared = counts_shared
         self._ends: dict[str, PolicyCall] = {}  # calls by the digest of their conversation, reply included
         self._counting = threading.Lock()
         self._begun: dict[PolicyCall, int] = {}  # calls in flight, and how many tokens they add to the rows at least
@@ -210,7 +211,8 @@ class Session:
     def _num_added(self, call: PolicyCall, in_flight: Collection[PolicyCall] = ()) -> int:
         """Return how many tokens a call adds to the rows: a branch repeats those before it in another row."""
         is_branch = call.parent not in self._leaves or any(other.parent is call.parent for other in in_flight)
-        return call.num_tokens if is_branch else len(call.before) + len(call.sampled.tokens)
+        repeats = is_branch and self._counts_shared
+        return call.num_tokens if repeats else len(call.before) + len(call.sampled.tokens)
 
 
 def _session_ended(name: str) -> HttpError:
@@ -226,7 +228,14 @@ class Sessions:
     """
 
     def __init__(
-        self, tokenizer: Any, *, most: int, most_tokens: int, idle_s: float, most_calls: float = math.inf
+        self,
+        tokenizer: Any,
+        *,
+        most: int,
+        most_tokens: int,
+        idle_s: float,
+        most_calls: float = math.inf,
+        counts_shared: bool = True,
     ) -> None:
         """
         Args:
@@ -234,6 +243,7 @@ class Sessions:
             most_tokens: maximum tokens of all rows of a session.
             idle_s: time without a request after which a session is dropped.
             most_calls: maximum calls of a session.
+            counts_shared: whether tokens that several rows have in common count for each of them.
 
         Raises TemplateError if the tokenizer has no chat template.
         """
@@ -242,6 +252,7 @@ class Sessions:
         self._idle_s = idle_s
         self._most_tokens = most_tokens
         self._most_calls = most_calls
+        self._counts_shared = counts_shared
         self._open: dict[str, Session] = {}
         self._ended: dict[str, float] = {}  # name -> time of the end; oldest first
         chat = Chat(tokenizer)
@@ -266,7 +277,13 @@ class Sessions:
             raise _session_ended(name)
         if name not in self._open and len(self._open) >= self._most:
             raise HttpError(429, f"session {name}: {len(self._open)} open sessions are the limit: end some")
-        new = Session(name, self.tokenizer, self._most_tokens, self._most_calls)
+        new = Session(
+            name,
+            self.tokenizer,
+            max_tokens=self._most_tokens,
+            max_calls=self._most_calls,
+            counts_shared=self._counts_shared,
+        )
         session = self._open.setdefault(name, new)
         session.in_flight += 1
         try:
