@@ -23,7 +23,7 @@ from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
-from rlhf_triton.tools.trials import environment_problems, function_problems
+from rlhf_triton.tools.trials import environment_findings, function_problems
 
 PROBE_S = 30.0
 # A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
@@ -105,9 +105,9 @@ def rewards(run: CheckedRun) -> Iterator[Finding]:
 
 def environment(run: CheckedRun) -> Iterator[Finding]:
     """Start a worker of the environment, and try the first prompt."""
-    problems = [*environment_problems(run.config, run.prompts)]
-    yield from (failed("environment", problem) for problem in problems)
-    if run.config.environment is not None and not problems:
+    found = [*environment_findings(run.config, run.prompts)]
+    yield from found
+    if run.config.environment is not None and not found:
         yield Finding("environment", "starts, and takes the first prompt")
 
 

@@ -51,7 +51,12 @@ class Worker:
         return self.is_ready and self._process.poll() is None
 
     async def ask(
-        self, message: Mapping[str, Any], limit_s: float, clock: Callable[[], float] | None = None
+        self,
+        message: Mapping[str, Any],
+        limit_s: float,
+        clock: Callable[[], float] | None = None,
+        *,
+        limit_key: str = "",
     ) -> Message:
         """Send a message and return the worker's answer; kill the process after `limit_s`.
 
@@ -60,6 +65,7 @@ class Worker:
 
         Args:
             clock: returns the time in seconds for the limit; it may stand still at times.
+            limit_key: the configuration key of the limit, for the message.
         """
         if self._end:
             return {"error": self._end, "lost": True}
@@ -73,7 +79,8 @@ class Worker:
         if future.done():
             return future.result()
         self.kill(f"the worker process was killed, because another call took longer than {limit_s:g} s")
-        return {"error": f"took longer than {limit_s:g} s and was killed"}
+        remedy = f"; raise {limit_key}, or import at the top of the file" if limit_key else ""
+        return {"error": f"took longer than {limit_s:g} s and was killed{remedy}"}
 
     def kill(self, why: str = "") -> None:
         """Start killing the process and everything that it has started; `ended` is done when all have ended."""
