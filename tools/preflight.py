@@ -224,11 +224,12 @@ def disk_bytes(config: RunConfig) -> int:
 
 
 RUN = ("doctor", "run")
+DRY = ("run --dry-run", "serve --dry-run")
 CHECKS = (
     Check("settings", ("doctor",), settings),
     Check("devices", (*RUN, "serve"), devices),
-    Check("files", (*RUN, "serve"), files),
-    Check("prompts", RUN, prompts, needs="files", of_actor=True),
+    Check("files", (*RUN, "serve", *DRY), files),
+    Check("prompts", (*RUN, DRY[0]), prompts, needs="files", of_actor=True),
     Check("vllm", RUN, vllm, needs="prompts"),
     Check("tokenizers", RUN, tokenizers, needs="prompts"),
     Check("rewards", RUN, rewards, needs="prompts"),
@@ -248,7 +249,7 @@ def findings(config: RunConfig, command: str, attempt: Callable[..., Iterator[Fi
 
     `attempt`: called with a check's name, its `find` and its argument; yields the findings.
     """
-    run = CheckedRun(config, serves_only=command == "serve")
+    run = CheckedRun(config, serves_only=command.startswith("serve"))
     passed = {""}
     for row in CHECKS:
         if command in row.when and row.needs in passed and (config.has_actor or not row.of_actor):

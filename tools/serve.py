@@ -22,6 +22,7 @@ from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
+from rlhf_triton.tools.checks import Level, found_by
 from rlhf_triton.tools.server.child import Check
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
@@ -85,11 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
     """Print the table of `memory_table`, and the settings without effect.
 
-    Return 1 if a device has less free memory than its models need.
+    Return 1 if a file is unusable, or if a device has less free memory than its models need.
     """
     from rlhf_triton.tools.memory_table import memory_lines  # torch: slow to import
 
+    command = "serve --dry-run" if served_only else "run --dry-run"
+    found = preflight.findings(config, command, found_by)
+    refused = [finding.text for finding in found if finding.level is Level.FAILED]
     lines, problems = memory_lines(config, served_only=served_only)
+    problems = [*refused, *problems]
     if line := effect_line(config):
         lines.append(line)
     print("\n".join(lines))

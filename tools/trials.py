@@ -83,8 +83,11 @@ def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
             known = {**first.metadata, **chat.options}
             check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=known)])
     except EnvironmentFailed as error:
-        left_out = "" if error.is_misused else f", for the first prompt ({prompts[0].where}); such responses are masked"
-        yield (failed if error.is_misused else warning)("environment", f"{error}{left_out}")
+        if error.is_misused:
+            yield failed("environment", str(error))
+        else:
+            where = prompts[0].where
+            yield warning("environment", f"fails on the first prompt ({where}), which masks its responses: {error}")
     except (FunctionError, PromptError, TemplateError, ConfigError) as error:
         yield failed("environment", str(error))
 
