@@ -17,7 +17,7 @@ from rlhf_triton.config.live_models import live_models
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import say
-from rlhf_triton.process import StopRequested, StopSignals
+from rlhf_triton.process import RUN_MODULE, StopRequested, StopSignals
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools import preflight
@@ -137,7 +137,16 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     what = f"creating version 0 of {' and '.join(missing)} weights"
     say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
-    command = [sys.executable, "-u", "-m", "rlhf_triton.trainer", "--config", str(path), "--init-only", *overrides]
+    command = [
+        sys.executable,
+        "-u",
+        RUN_MODULE,
+        "rlhf_triton.trainer",
+        "--config",
+        str(path),
+        "--init-only",
+        *overrides,
+    ]
     output = sys.stdout if sys.stdout is sys.stderr else None  # as `say`
     code = subprocess.run(command, check=False, start_new_session=True, stdout=output).returncode
     if code != 0:

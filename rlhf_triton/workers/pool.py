@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
-from rlhf_triton.process import how_ended
+from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.workers.child import Message, frame, read_frame
 
 # Secrets of the run itself, which user code inherits only if its own option names them.
@@ -31,7 +31,7 @@ WAIT_S = 0.05, 1.0  # shortest and longest interval for reading a call's clock, 
 
 
 class Worker:
-    """A process that runs `python -m MODULE SPEC FD`, and the calls that wait for its answers."""
+    """A process that runs the child's MODULE with arguments SPEC FD, and the calls that wait for its answers."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -176,7 +176,7 @@ class Workers:
         ours, theirs = socket.socketpair()
         with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
             process = subprocess.Popen(
-                [interpreter(), "-m", self._module, self._spec, str(theirs.fileno())],
+                [interpreter(), RUN_MODULE, self._module, self._spec, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=self._environment,

@@ -11,7 +11,7 @@ from typing import IO, TypeAlias
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import as_text, parsed
-from rlhf_triton.process import how_ended
+from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.tools.server.server_log import tail
 
@@ -77,7 +77,7 @@ class Child:
         log_path: Path,
         env: Mapping[str, str],
         *,
-        command: Sequence[str] = (sys.executable, "-u", "-m"),
+        command: Sequence[str] = (sys.executable, "-u", RUN_MODULE),
         inherits: Sequence[int] = (),
     ) -> None:
         """Start `<command> <arguments>`, by default `python -m <arguments>`; `inherits` as in `start_bound`.
