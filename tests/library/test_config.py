@@ -165,7 +165,7 @@ def test_yaml_files_in_configs_are_valid(path):
         ),
         (
             "trainer: {lora_targets: [q_proj]}",
-            "needs trainer.lora_rank above 0; set it, or remove trainer.lora_targets",
+            "trainer.lora_targets ([q_proj]) needs trainer.lora_rank above 0; set it, or remove trainer.lora_targets",
         ),
         (
             "trainer: {freeze: ['*embed*']}",
