@@ -9,9 +9,12 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
+"""For child processes: `python RUN_MODULE MODULE` is `python -m MODULE` that a user's files do not shadow."""
 
 
 def stop_event(*signals: signal.Signals) -> threading.Event:

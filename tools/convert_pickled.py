@@ -20,7 +20,7 @@ from rlhf_triton.checkpoints.inspection import (
     weight_map_of,
 )
 from rlhf_triton.monitoring.log_lines import say
-from rlhf_triton.process import how_ended
+from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.store.durable import make_folder, write_folder
 from rlhf_triton.workers.pool import interpreter
 
@@ -123,7 +123,14 @@ def _kept(folder: Path, weights: list[Path]) -> list[Path]:
 def _unpickle(folder: Path, weights: list[Path], heads: list[Path]) -> None:
     """Let `rlhf_triton.tools.unpickle` write the weights into `folder`, and print what it says."""
     files = [json.dumps([str(file.absolute()) for file in group]) for group in (weights, heads)]
-    command = [interpreter(), "-m", "rlhf_triton.tools.unpickle", str(os.getpid()), str(folder.absolute()), *files]
+    command = [
+        interpreter(),
+        RUN_MODULE,
+        "rlhf_triton.tools.unpickle",
+        str(os.getpid()),
+        str(folder.absolute()),
+        *files,
+    ]
     errors: list[str] = []
     # A session of its own, so that Ctrl-C reaches this process alone, which then ends that one.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

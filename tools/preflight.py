@@ -23,7 +23,7 @@ from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
-from rlhf_triton.tools.trials import environment_problems, function_problems
+from rlhf_triton.tools.trials import environment_findings, function_problems
 
 PROBE_S = 30.0
 # A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
@@ -105,9 +105,9 @@ def rewards(run: CheckedRun) -> Iterator[Finding]:
 
 def environment(run: CheckedRun) -> Iterator[Finding]:
     """Start a worker of the environment, and try the first prompt."""
-    problems = [*environment_problems(run.config, run.prompts)]
-    yield from (failed("environment", problem) for problem in problems)
-    if run.config.environment is not None and not problems:
+    found = [*environment_findings(run.config, run.prompts)]
+    yield from found
+    if run.config.environment is not None and not found:
         yield Finding("environment", "starts, and takes the first prompt")
 
 
@@ -224,11 +224,12 @@ def disk_bytes(config: RunConfig) -> int:
 
 
 RUN = ("doctor", "run")
+DRY = ("run --dry-run", "serve --dry-run")
 CHECKS = (
     Check("settings", ("doctor",), settings),
     Check("devices", (*RUN, "serve"), devices),
-    Check("files", (*RUN, "serve"), files),
-    Check("prompts", RUN, prompts, needs="files", of_actor=True),
+    Check("files", (*RUN, "serve", *DRY), files),
+    Check("prompts", (*RUN, DRY[0]), prompts, needs="files", of_actor=True),
     Check("vllm", RUN, vllm, needs="prompts"),
     Check("tokenizers", RUN, tokenizers, needs="prompts"),
     Check("rewards", RUN, rewards, needs="prompts"),
@@ -248,7 +249,7 @@ def findings(config: RunConfig, command: str, attempt: Callable[..., Iterator[Fi
 
     `attempt`: called with a check's name, its `find` and its argument; yields the findings.
     """
-    run = CheckedRun(config, serves_only=command == "serve")
+    run = CheckedRun(config, serves_only=command.startswith("serve"))
     passed = {""}
     for row in CHECKS:
         if command in row.when and row.needs in passed and (config.has_actor or not row.of_actor):

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, last_step, write_settings
-from rlhf_triton.actor.run.stopping import STOP_GRACE_S
+from rlhf_triton.actor.run.stopping import ENDED, STOP_GRACE_S
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
 from rlhf_triton.config.without_effect import effect_line
@@ -215,6 +215,18 @@ def tree_rss_bytes() -> int:
     return total
 
 
+def is_finished(config: RunConfig, *, accepts_changes: bool) -> bool:
+    """Return whether the run has ended with its last step, report included, and its settings are unchanged.
+
+    Otherwise a start does what is left of it, such as a validation. Raises ConfigError as `find_changes`.
+    """
+    folder = config.run.dir
+    last = last_step(folder)
+    if last < config.actor.steps or (read_json(folder / "summary.json") or {}).get("steps") != last:
+        return False
+    return (folder / "report.html").is_file() and not find_changes(config, accepted=accepts_changes)
+
+
 def set_aside(run_dir: Path) -> None:
     """Rename the folder of an earlier run to `<dir>.previous`; a folder that already has this name is deleted."""
     previous = run_dir.with_name(f"{run_dir.name}.previous")
@@ -242,6 +254,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit_access(config.run)
         if args.dry_run:
             return print_memory(config)
+        if not args.fresh and is_finished(config, accepts_changes=args.accept_changes):
+            run_dir = config.run.dir
+            print(ENDED.format(last_step(run_dir), config.actor.steps))
+            _print_outcome(run_dir)
+            return 0
         warnings = preflight.check(config, "run")
         if args.fresh and config.run.dir.exists():
             with only_run(config.run.dir), only_actor(config.run.dir):

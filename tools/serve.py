@@ -17,11 +17,12 @@ from rlhf_triton.config.live_models import live_models
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import say
-from rlhf_triton.process import StopRequested, StopSignals
+from rlhf_triton.process import RUN_MODULE, StopRequested, StopSignals
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
+from rlhf_triton.tools.checks import Level, found_by
 from rlhf_triton.tools.server.child import Check
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
@@ -85,11 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
     """Print the table of `memory_table`, and the settings without effect.
 
-    Return 1 if a device has less free memory than its models need.
+    Return 1 if a file is unusable, or if a device has less free memory than its models need.
     """
     from rlhf_triton.tools.memory_table import memory_lines  # torch: slow to import
 
+    command = "serve --dry-run" if served_only else "run --dry-run"
+    found = preflight.findings(config, command, found_by)
+    refused = [finding.text for finding in found if finding.level is Level.FAILED]
     lines, problems = memory_lines(config, served_only=served_only)
+    problems = [*refused, *problems]
     if line := effect_line(config):
         lines.append(line)
     print("\n".join(lines))
@@ -132,7 +137,16 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     what = f"creating version 0 of {' and '.join(missing)} weights"
     say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
-    command = [sys.executable, "-u", "-m", "rlhf_triton.trainer", "--config", str(path), "--init-only", *overrides]
+    command = [
+        sys.executable,
+        "-u",
+        RUN_MODULE,
+        "rlhf_triton.trainer",
+        "--config",
+        str(path),
+        "--init-only",
+        *overrides,
+    ]
     output = sys.stdout if sys.stdout is sys.stderr else None  # as `say`
     code = subprocess.run(command, check=False, start_new_session=True, stdout=output).returncode
     if code != 0:

@@ -14,10 +14,11 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
 from rlhf_triton.actor.run.row_limits import REPLY
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import ConfigError, EnvironmentSection, RewardTerm, RunConfig
+from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
 from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, FunctionError, Sample
 from rlhf_triton.rewards.pool import FunctionCall, WorkerPool
+from rlhf_triton.tools.checks import Finding, failed, warning
 from rlhf_triton.tools.prompt_checks import check_rendering, row_texts
 
 
@@ -30,26 +31,22 @@ def function_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[
     for name, term in config.functions.items():
         size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1
         group = [_sample(prompts[0], tokenizer)] * size
-        if error := trial(term, group, columns, hidden_variables=config.hidden_variables(term.options)):
+        call = FunctionCall(
+            spec=str(term.function),
+            timeout_s=term.timeout_s,
+            timeout_key=f"rewards.{name}.timeout_s",
+            groupwise=term.groupwise,
+            options=term.options,
+            hidden_variables=config.hidden_variables(term.options),
+            columns=columns,
+        )
+        if error := _trial(call, group):
             where = f"{term.function} fails on the first prompt ({prompts[0].where})"
             yield f"rewards.{name}.function: {where}: {error}"
 
 
-def trial(
-    term: RewardTerm, group: list[Sample], columns: Sequence[str] | None = None, *, hidden_variables: Sequence[str]
-) -> str:
-    """Call a reward function once, in its own worker; return the problem, "" if there is none.
-
-    `columns`: the columns of the run's rows; None: unknown.
-    """
-    call = FunctionCall(
-        spec=str(term.function),
-        timeout_s=term.timeout_s,
-        groupwise=term.groupwise,
-        options=term.options,
-        hidden_variables=hidden_variables,
-        columns=columns,
-    )
+def _trial(call: FunctionCall, group: list[Sample]) -> str:
+    """Call a reward function once, in its own worker; return the problem, "" if there is none."""
     try:
         with contextlib.closing(WorkerPool(call, num_workers=1)) as pool:
             (outcomes,) = pool.submit([group]).result()
@@ -58,10 +55,10 @@ def trial(
         return str(error)
 
 
-def environment_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Start a worker of the environment, which imports its class or agent, and its reward; try the first prompt.
 
-    Its tools must be in the reward model's rendering, too.
+    Its tools must be in the reward model's rendering, too. Yields nothing if all is well.
     """
 
     async def tools_of(settings: EnvironmentSection) -> Sequence[dict[str, Any]] | None:
@@ -85,27 +82,32 @@ def environment_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
             tokens = chat.tokenizer(chat.prompt(first.metadata[MESSAGES_KEY]), add_special_tokens=False)["input_ids"]
             known = {**first.metadata, **chat.options}
             check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=known)])
-    except (FunctionError, EnvironmentFailed, PromptError, TemplateError, ConfigError) as error:
-        yield str(error)
+    except EnvironmentFailed as error:
+        if error.is_misused:
+            yield failed("environment", str(error))
+        else:
+            where = prompts[0].where
+            yield warning("environment", f"fails on the first prompt ({where}), which masks its responses: {error}")
+    except (FunctionError, PromptError, TemplateError, ConfigError) as error:
+        yield failed("environment", str(error))
 
 
 async def _try_environment(environments: Environments, prompt: Prompt) -> None:
     """Reset an instance with the prompt, and let it answer a made-up reply if it has no tools.
 
-    Raises EnvironmentFailed if it returns what no environment may, or has a defect; it may refuse this prompt or reply.
+    Raises EnvironmentFailed if `reset` fails, or if `step` returns what no environment may, or has a defect; `step` may
+    refuse this reply.
     """
-    instance = None
+    shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
+    instance = await environments.open({SEED: 0, **prompt.metadata, **shown})
     try:
-        shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
-        instance = await environments.open({SEED: 0, **prompt.metadata, **shown})
         if environments.tools is None:
             await instance.step(REPLY)
     except EnvironmentFailed as error:
         if error.is_misused:
             raise
     finally:
-        if instance is not None:
-            await instance.close()
+        await instance.close()
 
 
 def _sample(prompt: Prompt, tokenizer: Any) -> Sample:

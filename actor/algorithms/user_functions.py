@@ -29,13 +29,16 @@ def checked_advantage(spec: str, function: UserFunction) -> Advantage:
     def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
         shape = tuple(inputs.mask.shape)
         outside = inputs.mask == 0
-        expected = f"(advantages, returns), two tensors of shape {shape} that are finite inside the mask"
+        expected = f"(advantages, returns), two tensors of shape {shape}"
 
         def is_valid(result: Any) -> bool:
-            shapes = [_shape(part) for part in result] if isinstance(result, tuple) else []
-            return shapes == [shape, shape] and all(bool((outside | part.isfinite()).all()) for part in result)
+            return isinstance(result, tuple) and [_shape(part) for part in result] == [shape, shape]
 
-        result = _call_checked(f"actor.algorithm.advantage: {spec}", function, inputs, is_valid, expected)
+        named = f"actor.algorithm.advantage: {spec}"
+        result = _call_checked(named, function, inputs, is_valid, expected)
+        for name, part in zip(("advantages", "returns"), result, strict=True):
+            if not bool((outside | part.isfinite()).all()):
+                raise FunctionError(f"{named} has {name} that are not finite inside the mask; look for a division by 0")
         advantages, returns = (part.detach().to(inputs.mask).masked_fill(outside, 0.0) for part in result)
         return advantages, returns
 
@@ -47,7 +50,7 @@ def checked_loss(spec: str, function: UserFunction) -> Loss:
 
     The wrapper raises FunctionError unless the result is (loss, metrics), a scalar with a gradient and a mapping of
     scalars, and if the loss of the first micro-batch depends on tokens with weight 0. It does not check that the loss
-    is finite, because it would have to wait for the device.
+    is finite, because it would have to wait for the device; the update does.
     """
     is_first = True
     expected = "(loss, metrics), a scalar that depends on inputs.logprobs, and a mapping of names to scalars"
@@ -64,7 +67,7 @@ def checked_loss(spec: str, function: UserFunction) -> Loss:
         if is_first and inputs.logprobs.requires_grad:
             is_first = False
             (gradient,) = torch.autograd.grad(value, inputs.logprobs, retain_graph=True)
-            if bool(((inputs.weights == 0) & (gradient != 0)).any()):
+            if bool(((inputs.weights == 0) & (gradient != 0) & gradient.isfinite()).any()):
                 raise FunctionError(
                     f"actor.algorithm.loss: {spec} depends on tokens with weight 0, which must not train the policy; "
                     "multiply by inputs.weights, or use inputs.mean"
@@ -94,7 +97,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {_shape(value)}" + ("" if value.isfinite().all() else " that is not finite")
+        return f"a tensor of shape {_shape(value)}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_describe_value(part)}" for name, part in value.items()) + "}"
     return ", ".join(map(_describe_value, value)) if isinstance(value, tuple) else f"{value!r:.60}"

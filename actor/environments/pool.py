@@ -122,7 +122,9 @@ class Instance:
         self, call: str, op: str, clock: Callable[[], float] | None = None, **arguments: Any
     ) -> dict[str, Any]:
         """Call operation `op` and return its answer; errors name the call `call`. Raises EnvironmentFailed."""
-        answer = await self._worker.ask(_message(op, self._number, **arguments), self._environments.limit_s, clock)
+        message = _message(op, self._number, **arguments)
+        limit_s = self._environments.limit_s
+        answer = await self._worker.ask(message, limit_s, clock, limit_key="environment.timeout_s")
         if "error" in answer:
             failure = EnvironmentFailed(f"{self._environments.name}: {call}: {answer['error']}")
             failure.is_lost = answer.get("lost", False)

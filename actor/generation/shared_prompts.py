@@ -22,7 +22,7 @@ ROUNDED_TOLERANCE = 0.05  # the same, in bfloat16
 
 
 def shared_passes(tokens: Tensor, lengths: Tensor, inside: Tensor) -> tuple[Tensor, ...] | None:
-    """Return the inputs of `response_hidden`, or None if sharing saves too few tokens (`WORTH_IT`).
+    """Return the inputs of `response_hidden`; None if sharing saves too few tokens (`WORTH_IT`), or none is marked.
 
     All tensors are on the host; the caller copies the returned ones to the model's device.
 
@@ -37,7 +37,7 @@ def shared_passes(tokens: Tensor, lengths: Tensor, inside: Tensor) -> tuple[Tens
     sources, distinct = find_distinct(prompts)
     before = int(starts.max())
     after = int((lengths - 1 - starts).max())
-    if before == 0 or len(distinct) * before + len(tokens) * after > WORTH_IT * tokens.numel():
+    if 0 in (before, after) or len(distinct) * before + len(tokens) * after > WORTH_IT * tokens.numel():
         return None
     columns = torch.arange(before + after)
     # Prompts are padded on the left, so that they end in one column and responses begin in the next: without padding

@@ -20,6 +20,7 @@ from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.actor.run.stopping import ENDED
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import RunConfig
@@ -87,11 +88,7 @@ class RunCheckpoints:
             self._state.inputs.restore(step, state)
             logger.info("resuming from the checkpoint of step %d", step)
             if step >= self._settings.steps:
-                logger.warning(
-                    "step %d is the last: raise actor.steps (%d) to continue training, or start over with --fresh",
-                    step,
-                    self._settings.steps,
-                )
+                logger.info("%s", ENDED.format(step, self._settings.steps))
         return step
 
     async def _newest_usable(self) -> tuple[int, dict[str, Any]]:

@@ -19,6 +19,7 @@ STOP_GRACE_S = 25.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = 130  # exit code, as a shell reports Ctrl-C
 RESUMES = "the next start resumes from the newest checkpoint"
+ENDED = "ended: step {} is the last; raise actor.steps ({}) to continue training, or start over with --fresh"
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ class TimeLimit:
         """Return whether the limit is reached after `step` of `last_step` steps; if so, log it."""
         if self.max_minutes is None or self.seconds < 60 * self.max_minutes:
             return False
-        logger.warning(
-            "actor.max_minutes (%g) reached at step %d of %d; the next start resumes from here",
+        logger.info(
+            "ended: actor.max_minutes (%g) reached at step %d of %d; the next start resumes from here",
             self.max_minutes,
             step,
             last_step,

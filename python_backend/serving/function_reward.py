@@ -45,6 +45,7 @@ class FunctionReward:
         call = FunctionCall(
             spec=os.fsdecode(parameters.text("function").encode()),
             timeout_s=float(parameters.text("timeout_s")),
+            timeout_key=f"rewards.{parameters.model.removeprefix(contract.REWARD_FUNCTION_PREFIX)}.timeout_s",
             groupwise=self._groupwise,
             options=json.loads(parameters.optional("options") or "{}"),
             hidden_variables=json.loads(parameters.optional("hidden_variables") or "[]"),

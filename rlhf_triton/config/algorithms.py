@@ -3,13 +3,13 @@
 `actor.algorithms.method` imports the functions by name, like a user's own, so that this module does not import torch.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, WithJsonSchema
 
+from rlhf_triton.config.other_names import hint_at_choice
 from rlhf_triton.rewards.function import check_spec
 
 
@@ -222,11 +222,8 @@ def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
                 f"{value} trains on given answers, but this project on answers that the policy samples; use TRL for "
                 f"{value}, or choose one of {', '.join(names)}"
             )
-        near = difflib.get_close_matches(value.lower(), names)
-        # Names with the same letters first: grpo for gpro.
-        near.sort(key=lambda name: sorted(name) != sorted(value.lower()))
         valid = ", ".join(map(repr, names)) + (f", or {FILE}" if or_file else "")
-        raise ValueError(f"must be one of {valid}" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ValueError(f"must be one of {valid}{hint_at_choice(value, names)}")
 
     return AfterValidator(check)
 

@@ -338,6 +338,18 @@ def hint_at_value(section: str, value: Any, keys: Collection[str]) -> str:
     return f"did you mean {meant}?" if meant else f"its keys are {', '.join(keys)}"
 
 
+def hint_at_choice(value: Any, names: Collection[str]) -> str:
+    """Return the end of a message about a value that is none of `names`: the nearest one, or advice; "" if neither."""
+    if not isinstance(value, str):
+        return ""
+    if advice := _ADVICE_ON.get(value):
+        return f"; {advice}"
+    near = difflib.get_close_matches(value.lower(), names)
+    # Names with the same letters first: grpo for gpro.
+    near.sort(key=lambda name: sorted(name) != sorted(value.lower()))
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def has_keys(path: str, valid: Collection[str]) -> bool:
     """Return whether the unknown `path`, which has a mapping as its value, is a section of another trainer."""
     section, _, name = path.rpartition(".")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rlhf_triton.config.keys import keys_of
-from rlhf_triton.config.other_names import GENERIC, closest, has_keys, hint_at, hint_at_value, hint_near
+from rlhf_triton.config.other_names import GENERIC, closest, has_keys, hint_at, hint_at_choice, hint_at_value, hint_near
 from rlhf_triton.config.rewards import RewardTerm
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import reason_of_item
@@ -82,6 +82,8 @@ def _invalid(item: Any, location: str, valid: list[str]) -> str:
     if item["type"] in ("tuple_type", "list_type"):
         return f"{location} must be a list (got {item['input']!r})"
     reason = reason_of_item(item) + _boolean_hint(item)
+    if item["type"] == "literal_error":
+        reason += hint_at_choice(item["input"], re.findall(r"'([^']+)'", item["ctx"]["expected"]))
     return f"{location}: {reason} (got {item['input']!r})" if location else reason
 
 

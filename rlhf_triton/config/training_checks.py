@@ -29,8 +29,9 @@ def check_training(
     if kind == "adamw_8bit" and trained.device == "cpu":
         raise ValueError(f"{key}.kind: adamw_8bit needs CUDA, and {section}.device is cpu; set it to adamw")
     if not trained.lora_rank and trained.lora_targets != "all-linear":
+        targets = ", ".join(trained.lora_targets)
         raise ValueError(
-            f"{section}.lora_targets ({trained.lora_targets}) needs {section}.lora_rank above 0; set it, or remove "
+            f"{section}.lora_targets ([{targets}]) needs {section}.lora_rank above 0; set it, or remove "
             f"{section}.lora_targets"
         )
 

@@ -32,6 +32,8 @@ class FunctionCall:
     spec: str
     timeout_s: float
     """Time limit for one group, from when a worker starts to score it."""
+    timeout_key: str = ""
+    """The configuration key of the time limit, for messages."""
     groupwise: bool = False
     """Whether the function receives all samples of a group as one list."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +64,7 @@ class WorkerPool:
         Raises:
             FunctionError: the function cannot be imported or refuses its options; no process is left running.
         """
-        self._limit_s = call.timeout_s
+        self._call = call
         self._counted = counted
         self._num_workers = num_workers
         self._most_waiting = most_waiting
@@ -134,7 +136,8 @@ class WorkerPool:
                 worker = await self._workers.least_loaded()
                 worker.load += 1
                 try:
-                    answer = await worker.ask({"samples": [vars(sample) for sample in group]}, self._limit_s)
+                    message = {"samples": [vars(sample) for sample in group]}
+                    answer = await worker.ask(message, self._call.timeout_s, limit_key=self._call.timeout_key)
                 finally:
                     worker.load -= 1
             except Exception as error:  # a sample that JSON cannot express, or a worker that does not start

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlhf_triton.process import RUN_MODULE
 from rlhf_triton.training_engine.launch import AGENT, FOLDER, AgentFolder
 
 MAX_RESTARTS = 10  # per start; each one resumes from the newest checkpoint and the journal
@@ -43,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
                     f"--max-restarts={MAX_RESTARTS}",
                     "--monitor-interval=0.2",
                     "--signals-to-handle=SIGHUP,SIGQUIT",
-                    "--module",
+                    "--no-python",
+                    sys.executable,
+                    "-u",
+                    RUN_MODULE,
                     module,
                     *arguments,
                 ]

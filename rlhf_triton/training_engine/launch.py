@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.process import die_with_parent
+from rlhf_triton.process import RUN_MODULE, die_with_parent
 from rlhf_triton.store.durable import replace_file
 
 FOLDER = "RLHF_AGENT_FOLDER"  # environment variable: the folder of the agent that started this rank
@@ -45,7 +45,7 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
             if FOLDER not in os.environ:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif ranks > 1:
-        agent = [sys.executable, "-m", "rlhf_triton.training_engine.agent", str(ranks), module, *arguments]
+        agent = [sys.executable, RUN_MODULE, "rlhf_triton.training_engine.agent", str(ranks), module, *arguments]
         os.execv(agent[0], agent)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
-from rlhf_triton.process import how_ended
+from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.workers.child import Message, frame, read_frame
 
 # Secrets of the run itself, which user code inherits only if its own option names them.
@@ -31,7 +31,7 @@ WAIT_S = 0.05, 1.0  # shortest and longest interval for reading a call's clock, 
 
 
 class Worker:
-    """A process that runs `python -m MODULE SPEC FD`, and the calls that wait for its answers."""
+    """A process that runs the child's MODULE with arguments SPEC FD, and the calls that wait for its answers."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -51,7 +51,12 @@ class Worker:
         return self.is_ready and self._process.poll() is None
 
     async def ask(
-        self, message: Mapping[str, Any], limit_s: float, clock: Callable[[], float] | None = None
+        self,
+        message: Mapping[str, Any],
+        limit_s: float,
+        clock: Callable[[], float] | None = None,
+        *,
+        limit_key: str = "",
     ) -> Message:
         """Send a message and return the worker's answer; kill the process after `limit_s`.
 
@@ -60,6 +65,7 @@ class Worker:
 
         Args:
             clock: returns the time in seconds for the limit; it may stand still at times.
+            limit_key: the configuration key of the limit, for the message.
         """
         if self._end:
             return {"error": self._end, "lost": True}
@@ -73,7 +79,8 @@ class Worker:
         if future.done():
             return future.result()
         self.kill(f"the worker process was killed, because another call took longer than {limit_s:g} s")
-        return {"error": f"took longer than {limit_s:g} s and was killed"}
+        remedy = f"; raise {limit_key}, or import at the top of the file" if limit_key else ""
+        return {"error": f"took longer than {limit_s:g} s and was killed{remedy}"}
 
     def kill(self, why: str = "") -> None:
         """Start killing the process and everything that it has started; `ended` is done when all have ended."""
@@ -169,7 +176,7 @@ class Workers:
         ours, theirs = socket.socketpair()
         with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
             process = subprocess.Popen(
-                [interpreter(), "-m", self._module, self._spec, str(theirs.fileno())],
+                [interpreter(), RUN_MODULE, self._module, self._spec, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=self._environment,

@@ -189,7 +189,8 @@ async def test_worker_with_a_hanging_call_is_killed_with_all_its_instances():
         hung, other = [await environments.open({}) for _ in range(2)]
         (killed,) = workers()
         waiting = asyncio.create_task(other.step("hang"))
-        with pytest.raises(EnvironmentFailed, match="step: took longer than 600 s and was killed") as caught:
+        late = r"step: took longer than 600 s and was killed; raise environment\.timeout_s, or "
+        with pytest.raises(EnvironmentFailed, match=late) as caught:
             await hung.step("hang", late_at_once)
         assert not caught.value.is_lost
         with pytest.raises(EnvironmentFailed, match="because another call took longer than 600 s") as caught:

@@ -19,8 +19,8 @@ from settings import actor_section
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import padded, rows_of
-from rlhf_triton.actor.generation import cache
+from rlhf_triton.actor.data.rollout_rows import PolicyTurn, padded, row_of_response, rows_of
+from rlhf_triton.actor.generation import shared_prompts
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import PromptSource, SamplingJob, uniform_draws
@@ -642,7 +642,7 @@ def shared_hidden(body, *batch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_prompt_forward_matches_plain_outputs_and_gradients(family, monkeypatch):
-    monkeypatch.setattr(cache, "WORTH_IT", 10.0)
+    monkeypatch.setattr(shared_prompts, "WORTH_IT", 10.0)
     model = make_model(family)
     results = []
     assert can_share(model)
@@ -664,6 +664,13 @@ def test_shared_hidden_forwards_each_distinct_prompt_once():
     tokens, lengths, inside = shared_batch()
     tokens[:, 0] = torch.arange(12) + 5  # prompts of their own
     assert shared_passes(tokens, lengths, inside) is None
+
+
+def test_rows_without_sampled_tokens_share_no_prompts(checkpoint):
+    """An environment whose `reset` fails leaves such rows, and a micro-batch may have no others."""
+    policy = make_policy(checkpoint)
+    row = row_of_response(Prompt("", "", np.arange(5, 15)), PolicyTurn([], ended=False, logprobs=[]))
+    assert [logprobs.tolist() for logprobs in policy.logprobs([row] * 4)] == [[0.0] * 10] * 4
 
 
 def test_prompt_sharing_is_off_if_the_models_cache_changes_its_outputs():

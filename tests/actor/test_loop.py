@@ -390,13 +390,16 @@ def watched_run(folder, checkpoints, critic, **actor):
     return run
 
 
-def test_max_minutes_drops_a_rollout_but_no_update(tmp_path, checkpoints):
+def test_max_minutes_drops_a_rollout_but_no_update(tmp_path, checkpoints, caplog):
     """The prefetched rollout is waiting for the last update when it is dropped: the checkpoint names that step."""
     critic = SlowCritic(waits_for_save=True)
+    caplog.set_level("INFO")
     limits = {"max_minutes": 1e-6, "max_staleness": 0, "max_off_policy_steps": 1, "old_logprobs": "sampler"}
     summary = go(watched_run(tmp_path, checkpoints, critic, **limits))
     assert critic.trained == summary["steps"] == 1
     assert summary["weights_version"] == FIRST_VERSION + 1
+    (ended,) = [record for record in caplog.records if record.message.startswith("ended: actor.max_minutes (1e-06) ")]
+    assert ended.levelname == "INFO", "it is no problem of the run"
 
 
 def test_a_run_goes_on_after_failed_critic_updates(tmp_path, checkpoints, caplog):

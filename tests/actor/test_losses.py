@@ -177,6 +177,12 @@ ROWS = r"a tensor of shape \(1, 5\)"
     ("body", "kind", "problem"),
     [
         ("return inputs.mean(inputs.logprobs) * float('nan'), {}", NotFinite, "returned nan at optimizer step 0"),
+        ("return inputs.logprobs.sum() * float('nan'), {}", NotFinite, "returned nan at optimizer step 0"),
+        (
+            "return inputs.mean(inputs.logprobs) * float('nan')",
+            RlhfError,
+            r"returned a tensor of shape \(\), but it must return",
+        ),
         ("return inputs.logprobs, {}", RlhfError, rf"returned {ROWS}, {{}}, but it must return \(loss, metrics\)"),
         ("return inputs.mean(inputs.logprobs)", RlhfError, r"returned a tensor of shape \(\), but it must return"),
         ("return inputs.mean(inputs.logprobs), {'a': inputs.mask}", RlhfError, rf"returned .*, {{a: {ROWS}}}, but"),
@@ -215,7 +221,10 @@ def test_custom_loss_that_leaves_out_a_metric_in_a_minibatch_raises_with_its_nam
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("return inputs.spread(inputs.totals / 0), inputs.mask", r"returned .* \(4, 5\) that is not finite, "),
+        (
+            "return inputs.mask, inputs.spread(inputs.totals / 0)",
+            "has returns that are not finite inside the mask; look ",
+        ),
         ("return inputs.totals, inputs.totals", r"returned a tensor of shape \(4,\), a tensor of shape \(4,\), but"),
         ("return inputs.mask", r"returned .*\(4, 5\), but it must return \(advantages, returns\), two"),
         ("return inputs.nothing", r"failed: AttributeError: .*nothing.* \(mine.py:5\)"),

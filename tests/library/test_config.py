@@ -165,7 +165,7 @@ def test_yaml_files_in_configs_are_valid(path):
         ),
         (
             "trainer: {lora_targets: [q_proj]}",
-            "needs trainer.lora_rank above 0; set it, or remove trainer.lora_targets",
+            "trainer.lora_targets ([q_proj]) needs trainer.lora_rank above 0; set it, or remove trainer.lora_targets",
         ),
         (
             "trainer: {freeze: ['*embed*']}",
@@ -180,6 +180,9 @@ def test_yaml_files_in_configs_are_valid(path):
         ("critic: {weight_decay: 1}", "unknown key critic.weight_decay; did you mean trainer.optimizer.weight_decay?"),
         ("run: {name: a}", "unknown key run.name; known: run.dir, run.run_id, "),
         ("actor: {algorithm: {name: GRPO}}", "; did you mean grpo? (got 'GRPO')"),
+        ("actor: {trackers: [wandbb]}", "or 'wandb'; did you mean wandb? (got 'wandbb')"),
+        ("actor: {trackers: [tensorboard]}", "; TensorBoard's files are always in run.dir/tensorboard (got 'tensor"),
+        ("actor: {policy: {precision: bfloat61}}", "; did you mean bfloat16? (got 'bfloat61')"),
         (
             "actor: {algorithm: {name: DPO}}",
             "DPO trains on given answers, but this project on answers that the policy sampl",

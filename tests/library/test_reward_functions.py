@@ -187,6 +187,13 @@ def test_timeout_kills_the_worker_and_all_its_child_processes(make_pool, monkeyp
     assert [psutil.pid_exists(pid) for pid in pids] == [False] * 4
 
 
+def test_functions_of_the_working_directory_are_found_and_replace_no_other_modules(make_pool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token.py").write_text("raise AssertionError('not the standard library')")
+    (tmp_path / "verdicts.py").write_text("import inspect\n\n\ndef one(sample):\n    return 1.0\n")
+    assert outcomes(make_pool("verdicts:one"), responses("a")) == [ScoreOutcome(1.0)]
+
+
 def test_worker_that_breaks_the_protocol_is_replaced(make_pool):
     pool = make_pool()
     for bad in doing("two results", "foreign result", "no results", "garbled frame", "foreign frame"):

@@ -100,7 +100,7 @@ def test_run_logs_reward_components_and_masks_failed_rows(mixed):
         assert np.isfinite(line["train_rollouts/reward_model"])
     assert "step 1: 2 of 8 rewards are unavailable (prompts " in log
     assert "): verdict: RuntimeError: no verdict on 'raise'" in log
-    assert "; verdict: took longer than 1 s and was killed" in log
+    assert "; verdict: took longer than 1 s and was killed; raise rewards.verdict.timeout_s, or " in log
     assert json.loads((folder / "actor_summary.json").read_text())["critic_updates"] == 2
     AutoModelForCausalLM.from_pretrained(str(folder / "policy"))
     assert load_tokenizer(folder / "policy").chat_template == TEMPLATES

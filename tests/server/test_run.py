@@ -89,14 +89,14 @@ def process(tmp_path, checkpoints):
 
 def children(process):
     """Return the run's processes by role, once all are there, in the order in which they should end."""
-    roles = {"actor": ["-m", "rlhf_triton.actor"], "sidecar": ["-m", "rlhf_triton.trainer"], "server": ["tritonserver"]}
+    roles = {"actor": "rlhf_triton.actor", "sidecar": "rlhf_triton.trainer", "server": "tritonserver"}
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = child.cmdline()
             line = " ".join(command)
-            for role, words in roles.items():
-                if " ".join(words) in line and "triton_python_backend_stub" not in line and "-c" not in command:
+            for role, word in roles.items():
+                if f"{word} " in line and "triton_python_backend_stub" not in line and "-c" not in command:
                     found[role] = child
     return {role: found[role] for role in roles}
 

@@ -13,11 +13,13 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from live_system import make_run
 from shebang import SHEBANG
 
+from rlhf_triton.actor.run.settings import write_settings
 from rlhf_triton.config import load_config
 from rlhf_triton.config.command_line import add_run_arguments
 from rlhf_triton.errors import RlhfError
@@ -245,6 +247,33 @@ def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoint
     assert says in line
     if says == "export":
         assert line == f"policy: rlhf-triton export '{folder}' writes that of step 7 as a Hugging Face folder"
+
+
+@pytest.mark.parametrize(
+    ("figures", "override", "is_finished"),
+    [
+        ({"steps": 3}, "actor.steps=3", True),
+        ({"steps": 3}, "actor.steps=4", False),
+        ({"steps": 2}, "actor.steps=3", False),  # stopped before the report: in the validation, for example
+        ({"steps": 3}, "actor.validation.size=4", False),
+    ],
+)
+def test_run_command_starts_nothing_after_the_last_step(
+    tmp_path, checkpoints, monkeypatch, capsys, figures, override, is_finished
+):
+    run = make_run(tmp_path / "run", checkpoints)
+    folder = run.config.run.dir
+    (folder / "checkpoints" / "actor" / "3").mkdir(parents=True)
+    write_settings(run.config, {})
+    write_json(folder / "summary.json", figures)
+    (folder / "report.html").touch()
+    started = mock.Mock()
+    monkeypatch.setattr(tools_run.RunProcesses, "execute", started)
+    assert tools_run.main(["--config", str(run.path), override]) == 0
+    assert started.called != is_finished
+    assert (
+        "ended: step 3 is the last; raise actor.steps (3) to continue training, or " in capsys.readouterr().out
+    ) == is_finished
 
 
 def lines_of(config, capsys):

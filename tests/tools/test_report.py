@@ -450,6 +450,8 @@ class TestCommand:
             ("Failed environments: 1 of 4 prompts", 1),
         ):
             assert page.count(text) == count, text
+        style = page[: page.index("</style>")]
+        assert not re.search(r"^table[^{]* i\b", style, re.M), "the rule of a table's tokens would restyle other tables"
         row = {"prompt": "p", "turns": played, "turn_rewards": [0.5, -1.0], "turn_values": [0.25, 1.0]}
         tokens = [["Wr", 0.5, -1.0], ["<ong>", 0.25, 3.0]]
         other = Conversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0], "turn_tokens": [tokens]})
@@ -474,6 +476,7 @@ class TestCommand:
         assert "After 4 steps of GRPO" in page
         assert "The mean training reward was 0.100 in the first step and 0.400 in the last." in page
         assert "<code>failed_requests</code>" in page
+        assert "<small>failed requests</small>" not in page, "no model is served"
         words = r"null|None|NaN|n/a|–|critic|version|reload|KL|held-out|server's|gold|stopped|progress"
         assert not re.search(words, page)
 

@@ -402,6 +402,14 @@ class Strict(Game):
     def step(self, action): return self.moves[action.strip()], 0.0, False
 
 
+class Choosy(Game):
+    def reset(self, row): raise ValueError("no such game")
+
+
+class Sleepy(Game):
+    def reset(self, row): time.sleep(60)
+
+
 class Hasty(Game):
     def reset(self, row): self.row = row
     def step(self, action): return self.row["answr"], 0.0, True
@@ -425,7 +433,7 @@ PLAYED = (LONGEST, "environment.class={file}:Game")
         (["rewards.mine.function={file}:peeks"], "OSError: ['SOME_SETTING']"),
         (
             ["rewards.mine.function={file}:slow", "rewards.mine.timeout_s=0.1"],
-            "took longer than 0.1 s and was killed",
+            "took longer than 0.1 s and was killed; raise rewards.mine.timeout_s, or ",
         ),
         (["rewards.mine.function={file}:group"], "TypeError: object of type 'Sample' has no len()"),
         (["rewards.mine.options={{margin: 2}}"], "margin"),
@@ -473,6 +481,27 @@ def test_check_run_refuses_each_problem_with_one_line(settings, problem, tmp_pat
     assert problem.format(**names) in line
     if "rewards.mine" in " ".join(settings):
         assert line.startswith("rewards.mine.function: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "problem"),
+    [
+        ("Choosy", 60, "ValueError: no such game (mine.py:{line})"),
+        ("Sleepy", 0.5, "took longer than 0.5 s and was killed; raise environment.timeout_s, or "),
+    ],
+)
+def test_environment_that_refuses_the_first_prompt_gets_a_warning(name, limit, problem, tmp_path, checkpoints):
+    file = tmp_path / "mine.py"
+    file.write_text(FUNCTIONS)
+    run = make_run(tmp_path, checkpoints)
+    given = ["rewards.model={}", LONGEST, f"environment.class={file}:{name}", f"environment.timeout_s={limit}"]
+    config = load_config(run.path, given)
+    (found,) = preflight.environment(preflight.CheckedRun(config))
+    assert found.level is Level.WARNING
+    line = FUNCTIONS[: FUNCTIONS.index("no such game")].count("\n") + 1
+    assert found.text.startswith("fails on the first prompt (")
+    assert f"mine.py:{name}: reset: " in found.text
+    assert problem.format(line=line) in found.text
 
 
 @pytest.mark.parametrize(

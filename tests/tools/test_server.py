@@ -281,10 +281,18 @@ def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path
         log.flush()
         assert child.new_messages() == ["5 of 8 teach nothing"]
         log.write('sk\n10:00:03 INFO resuming from the checkpoint of step 3\n{"no": "line"}\n[1]\n')
-    assert child.new_messages() == ["no disk", "resuming from the checkpoint of step 3"]
+        log.write("10:00:04 INFO ended: step 3 is the last\n")
+    assert child.new_messages() == ["no disk", "resuming from the checkpoint of step 3", "ended: step 3 is the last"]
     assert child.new_messages() == []
     child.log_path.write_text("10:00:04 WARNING cut\n")
     assert child.new_messages() == ["cut"]
+
+
+def test_childs_module_is_not_that_of_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise AssertionError('not the standard library')")
+    child = Child("child", ["json.tool", "--help"], tmp_path / "log", {})
+    assert child.process.wait(100) == 0, child.log_path.read_text()
 
 
 SCRIPT = (

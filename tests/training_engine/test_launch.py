@@ -23,7 +23,9 @@ def test_launch_ranks_replaces_the_process_with_an_agent_for_several_ranks(monke
     called = []
     monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
     launch_ranks(2, "rlhf_triton.trainer", ["--config", "x.yaml"], key="trainer.ranks")
-    assert called == [["-m", "rlhf_triton.training_engine.agent", "2", "rlhf_triton.trainer", "--config", "x.yaml"]]
+    assert called == [
+        [process.RUN_MODULE, "rlhf_triton.training_engine.agent", "2", "rlhf_triton.trainer", "--config", "x.yaml"]
+    ]
 
 
 @pytest.mark.parametrize("parent", [1, 7])

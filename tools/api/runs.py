@@ -19,7 +19,7 @@ from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.process import how_ended
+from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.store.durable import numbers_in, read_json
 from rlhf_triton.store.jsonl import NewLines, each_line
 from rlhf_triton.store.run_lock import in_progress, only_run, run_process
@@ -209,7 +209,7 @@ class Run:
             raise RlhfError(f"{folder} has no policy yet: the first checkpoint is written after actor.checkpoint_every")
         exported = folder / "export" / f"step-{step}"
         if not exported.is_dir():  # in a process of its own, which imports torch
-            command = [sys.executable, "-m", "rlhf_triton.tools", "export", str(folder), "--step", str(step)]
+            command = [sys.executable, RUN_MODULE, "rlhf_triton.tools", "export", str(folder), "--step", str(step)]
             done = subprocess.run(command, check=False, capture_output=True, text=True)
             if done.returncode:
                 raise RlhfError(done.stderr.rpartition("error: ")[2].strip())
@@ -326,7 +326,7 @@ class Run:
 
     def _start(self, *, wait: bool, arguments: Sequence[str] = ()) -> None:
         """Start the command; with `wait` it ends with this thread."""
-        program = [sys.executable, "-u", "-m", "rlhf_triton.tools", "run", "--config", str(self.config_path)]
+        program = [sys.executable, "-u", RUN_MODULE, "rlhf_triton.tools", "run", "--config", str(self.config_path)]
         self.log_path.parent.mkdir(exist_ok=True)
         with self.log_path.open("wb") as log:
             if wait:

@@ -117,6 +117,16 @@ CURVES = (  # TensorBoard has all other metrics
         caption="Whether the policy still explores: near 0 it samples the same responses again and again.",
         lines={"train_optim/entropy": "entropy"},
     ),
+    Curve(
+        title="Norm of the policy's gradient",
+        caption="Before it is clipped to actor.optimizer.grad_clip; a jump often precedes a collapse.",
+        lines={"train_optim/grad_norm": "norm"},
+    ),
+    Curve(
+        title="Clipped tokens (share)",
+        caption="Tokens whose probability ratio the loss clips: they do not train the policy.",
+        lines={"train_optim/clip_fraction": "share"},
+    ),
 )
 
 

@@ -11,7 +11,7 @@ from typing import IO, TypeAlias
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import as_text, parsed
-from rlhf_triton.process import how_ended
+from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.tools.server.server_log import tail
 
@@ -40,6 +40,7 @@ LIBRARY_ENV = {
 LONGEST_PAUSE_S = 60.0
 _TEXT_LINE = re.compile(r"[\d:]{8} ([A-Z]+) (.*)")
 _RELAYED = ("WARNING", "ERROR", "CRITICAL")
+_RELAYED_STARTS = ("resuming ", "ended: ")
 
 
 def start_bound(
@@ -76,7 +77,7 @@ class Child:
         log_path: Path,
         env: Mapping[str, str],
         *,
-        command: Sequence[str] = (sys.executable, "-u", "-m"),
+        command: Sequence[str] = (sys.executable, "-u", RUN_MODULE),
         inherits: Sequence[int] = (),
     ) -> None:
         """Start `<command> <arguments>`, by default `python -m <arguments>`; `inherits` as in `start_bound`.
@@ -98,9 +99,9 @@ class Child:
         return self.process.poll()
 
     def new_messages(self) -> list[str]:
-        """Return the warnings, errors and "resuming ..." messages that were logged since the last call."""
+        """Return the warnings, errors and messages of `_RELAYED_STARTS` that were logged since the last call."""
         lines = [_level_and_message(line.decode(errors="replace")) for line in self._new_lines.read()]
-        return [message for level, message in lines if level in _RELAYED or message.startswith("resuming ")]
+        return [message for level, message in lines if level in _RELAYED or message.startswith(_RELAYED_STARTS)]
 
     def raise_if_failed(self) -> None:
         """Raise RlhfError if the process ended with an exit code other than 0."""

@@ -27,7 +27,7 @@ from rlhf_triton.errors import RankFailed
 from rlhf_triton.models.out_of_memory import on_rank
 from rlhf_triton.models.placement import device_of
 from rlhf_triton.models.tensor_parallel import RankGroup, check_device, release
-from rlhf_triton.process import how_ended
+from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.python_backend.serving.ranks.loaders import Model
 from rlhf_triton.python_backend.serving.ranks.process import load_part
 from rlhf_triton.workers.pool import interpreter
@@ -111,7 +111,7 @@ class ServingRanks:
             process = subprocess.Popen(
                 [
                     interpreter(),
-                    "-m",
+                    RUN_MODULE,
                     "rlhf_triton.python_backend.serving.ranks.process",
                     str(theirs.fileno()),
                     str(os.getpid()),
