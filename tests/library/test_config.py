@@ -60,6 +60,20 @@ def test_yaml_values_override_an_algorithms_published_settings(tmp_path, written
     assert overridden.actor.algorithm.clip_ratio_high is None
 
 
+@pytest.mark.parametrize(
+    ("host", "full"),
+    [("127.1", "127.0.0.1"), ("0", "0.0.0.0"), ("::1", "::1"), ("localhost", "localhost"), ("127.1 ", "127.1 ")],
+)
+def test_short_ipv4_addresses_are_written_in_full(tmp_path, host, full):
+    """gRPC and aiohttp refuse them, but tritonserver binds them: its start hung until `start_timeout_s`."""
+    assert load(tmp_path, yaml.safe_dump({"server": {"host": host}})).server.grpc_url == f"{full}:8001"
+
+
+def test_short_ipv4_address_of_a_server_is_written_in_full(tmp_path):
+    config = load(tmp_path, "trainer: {servers: ['127.1:80', '[::1]:80', 'dns:localhost:80']}")
+    assert config.trainer.servers == ["127.0.0.1:80", "[::1]:80", "dns:localhost:80"]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_yaml_files_in_configs_are_valid(path):
     assert without_effect(load_config(path)) == []
