@@ -158,10 +158,12 @@ def _check_store(config: RunConfig) -> None:
     if current is None:
         return
     wanted = fingerprint_weights(config.reward.model)
-    if wanted not in (fingerprint_weights(store.folder(version)) for version in (current, 0)):
+    versions = sorted({0, current})
+    if wanted not in (fingerprint_weights(store.folder(version)) for version in versions):
+        have = f"versions 0 and {current} have" if current else "version 0 has"
         raise CheckpointError(
-            f"{config.reward.model} would not be served: reward.store serves from {store.root}, whose versions 0 and "
-            f"{current} have other weights; publish it with `rlhf-triton weights publish --model reward FOLDER`, "
+            f"{config.reward.model} would not be served: reward.store serves from {store.root}, whose {have} other "
+            f"weights; publish it with `rlhf-triton weights publish --model reward FOLDER`, "
             "restore reward.model, or start in another folder (run.dir)"
         )
 

@@ -153,6 +153,10 @@ def test_overrides_are_accepted_before_and_after_options():
     [
         ("x.yaml", "give the configuration as --config x.yaml"),
         (
+            "--model models/reward",
+            "give a YAML file as --config FILE; it names the models' folders, such as reward.model",
+        ),
+        (
             "--config x.yaml --port 9000",
             "--port; settings are written as section.key=value, such as server.http_port=…",
         ),

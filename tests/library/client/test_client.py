@@ -255,10 +255,12 @@ async def test_servers_other_than_triton_are_named_in_a_sentence(status, body, m
     async def reply(request):
         return web.Response(status=status, text=body)
 
-    async with FakeServer([web.route("*", "/{path:.*}", reply)]) as server:
-        async with TritonClient(server.url, ClientSection()) as client:
-            with pytest.raises(RequestRefused, match=message.replace("URL", server.url)):
-                await client.describe(REWARD_MODEL)
+    async with (
+        FakeServer([web.route("*", "/{path:.*}", reply)]) as server,
+        TritonClient(server.url, ClientSection()) as client,
+    ):
+        with pytest.raises(RequestRefused, match=message.replace("URL", server.url)):
+            await client.describe(REWARD_MODEL)
 
 
 @pytest.mark.parametrize("host", ["256.0.0.1", "127.1"])
