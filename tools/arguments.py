@@ -13,7 +13,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     if "--config" in parser.format_help() and not is_complete:
         if files:
             parser.error(f"give the configuration as --config {files[0]}")
-        if parser.get_default("config") is None:
+        if "[--config" not in parser.format_usage():  # it is required
             parser.error("give a YAML file as --config FILE; it names the models' folders, such as reward.model")
     arguments, rest = parser.parse_known_args(argv)  # `parse_intermixed_args` does not support commands of commands
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):

@@ -225,6 +225,7 @@ class VersionRange(NamedTuple):
         return f"{self.least}" if self.most == self.least else f"{self.least} or newer"
 
 
+IN_JOURNAL = "is in the journal and will be processed"  # so the request is not refused, but has no result yet
 STEP_AHEAD = "but the last step of run"  # clients recognise by it that an earlier step is missing
 
 

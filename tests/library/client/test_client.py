@@ -199,6 +199,13 @@ async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatc
         assert len(server.asked) == 1 + 10 + 6, "repeated more often than retries allows"
 
 
+async def test_request_in_the_journal_has_no_result_yet():
+    """A sidecar that starts later executes it, so it is not refused."""
+    async with FakeTriton(lambda model, number: "journalled") as server, client_of(server, retries=1) as client:
+        with pytest.raises(RequestFailed, match=r"^critic_train at \S+ has no result yet after 2 attempts: no sidecar"):
+            await train(client, 1)
+
+
 async def test_request_is_sent_again_if_its_model_process_was_killed():
     """Triton never answers it: a run stood still until TRAIN_DEADLINE_S."""
     async with FakeTriton(first("hang", "hang")) as server, client_of(server, retries=0) as client:
