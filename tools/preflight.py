@@ -5,6 +5,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
@@ -29,6 +30,7 @@ PROBE_S = 30.0
 # A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
 # twice as large.
 COPIES = 6
+MOST_LOADED_BYTES = 4e9  # of one model, which `doctor` then loads in a few seconds
 
 
 @dataclass(eq=False)
@@ -65,6 +67,35 @@ def files(run: CheckedRun) -> Iterator[Finding]:
     if has_actor:
         stored_dtypes(config.actor.policy.model)  # reads each file's header: one of several may be missing
     yield Finding("files", "checkpoints and other files are there")
+
+
+def weights(run: CheckedRun) -> Iterator[Finding]:
+    """Load each served model of at most `MOST_LOADED_BYTES` on the CPU: its tensors must fit and be finite."""
+    from rlhf_triton.models.language_model import load_language_model  # deferred: torch takes seconds to import
+    from rlhf_triton.models.mapped_tensors import check_finite
+    from rlhf_triton.models.modeling import load_critic, quiet_transformers
+    from rlhf_triton.models.token_reward import load_process_reward
+    from rlhf_triton.trainer.publish import reward_loader
+
+    quiet_transformers()
+    reward = run.config.reward
+    of_rewards = load_process_reward if reward.process else reward_loader(reward)
+    loaders: dict[str, Callable[..., Any]] = {
+        "reward": load_language_model if reward.logit else of_rewards,
+        "critic": load_critic,
+        "reference": load_language_model,
+    }
+    for role, section in run.config.served_sections.items():
+        size = sum(file.stat().st_size for file in section.model.glob("*.safetensors"))
+        if size > MOST_LOADED_BYTES:
+            yield Finding("weights", f"{role}.model: {size / 1e9:.1f} GB, not loaded")
+            continue
+        try:
+            check_finite(loaders[role](section.model, dtype=section.dtype).model)
+        except CheckpointError as error:
+            yield failed("weights", f"{role}.model: {error}")
+        else:
+            yield Finding("weights", f"{role}.model loads, and its weights are finite")
 
 
 def prompts(run: CheckedRun) -> Iterator[Finding]:
@@ -229,6 +260,7 @@ CHECKS = (
     Check("settings", ("doctor",), settings),
     Check("devices", (*RUN, "serve"), devices),
     Check("files", (*RUN, "serve", *DRY), files),
+    Check("weights", ("doctor",), weights, needs="files"),
     Check("prompts", (*RUN, DRY[0]), prompts, needs="files", of_actor=True),
     Check("vllm", RUN, vllm, needs="prompts"),
     Check("tokenizers", RUN, tokenizers, needs="prompts"),

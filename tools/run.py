@@ -33,7 +33,7 @@ from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
-from rlhf_triton.tools.server.health import FAILURES, read_metrics
+from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import set_aside_if_large
 from rlhf_triton.tools.server.supervisor import Supervisor
@@ -176,15 +176,11 @@ class RunProcesses:
         self.signals.check()
 
     def _server_failures(self) -> int:
-        """Return how many requests failed by the server's metrics: in Triton, or with an error of a model.
-
-        A 503 is none: the client repeats the request, and counts it if it fails for good.
-        """
         if self._supervisor is None:
             return 0
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
-        metrics = read_metrics(self._supervisor.server.section.metrics_url)
-        return int(sum(value for name, labels, value in metrics if name in FAILURES and '"503"' not in labels))
+        server = self._supervisor.server
+        return count_failures(server.section.metrics_url, server.models())
 
     def _report(self, failures: int) -> None:
         from rlhf_triton.tools.report.curves import write_curves

@@ -19,7 +19,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import RUN_MODULE, StopRequested, StopSignals
 from rlhf_triton.store.control_key import control_key
-from rlhf_triton.store.run_lock import only_server
+from rlhf_triton.store.run_lock import make_folder, only_server
 from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.checks import Level, found_by
@@ -118,6 +118,8 @@ def _prepared(path: Path, overrides: list[str], *, is_starting: bool = False) ->
         say(f"on GPUs: {config.gpu_precisions}")
     if not config.has_actor and (line := effect_line(config)):
         say(line)
+    make_folder(config.run.dir)
+    make_folder(config.server_dir, "server.dir")
     ensure_first_version(config, path, overrides)
     return config.model_copy(update={"server": section})
 

@@ -24,6 +24,7 @@ from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Entry, HeartbeatWatch, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire.contract import (
+    IN_JOURNAL,
     ORIGIN_HEADER,
     RUN_ID,
     SENDER_HEADER,
@@ -177,10 +178,7 @@ class JournalServer:
             "save": f"the save after step {entry.step}",
             "rewind": f"the rewind from step {entry.step} to step {entry.target}",
         }[entry.kind]
-        return (
-            f"{what} of run {self.journal.run_id!r} is in the journal and will be processed: "
-            "repeat the request to get its result"
-        )
+        return f"{what} of run {self.journal.run_id!r} {IN_JOURNAL}: repeat the request to get its result"
 
 
 def traceparent_of(call: Call) -> str | None:

@@ -15,7 +15,7 @@ GROWTH = 4  # ratio of successive sizes; also predicts the time of the next size
 def fit_pass_cost(
     run: Callable[[int, int], object], *, token_budget: int, longest: int | None, clock: Callable[[], float]
 ) -> tuple[float, float] | None:
-    """Return (a, b) in seconds, the fixed cost and the cost per token; None if passes are too slow to measure.
+    """Return (a, b) in seconds, the fixed cost and the cost per token, >= 0; None: passes are too slow to measure.
 
     Args:
         run: runs a forward pass, given the number of rows and the tokens per row.
@@ -45,7 +45,7 @@ def fit_pass_cost(
     sizes = list(fastest)
     seconds = np.array(list(fastest.values()))
     slope, constant = np.polyfit(sizes, seconds, 1, w=1 / seconds)  # relative errors: small passes show the constant
-    return float(constant), float(slope)
+    return max(0.0, float(constant)), max(0.0, float(slope))  # on a busy machine, the fit may be negative
 
 
 def overhead_tokens(cost: tuple[float, float] | None, token_budget: int) -> int:
@@ -54,4 +54,4 @@ def overhead_tokens(cost: tuple[float, float] | None, token_budget: int) -> int:
         return UNMEASURED
     constant, slope = cost
     most = token_budget // 4
-    return max(0, min(most, round(constant / slope))) if slope > 0 else most
+    return min(most, round(constant / slope)) if slope > 0 else most

@@ -7,7 +7,6 @@ torch.
 """
 
 import contextlib
-import math
 import queue
 import sys
 import threading
@@ -179,10 +178,12 @@ class Engine:
 
         cost = fit_pass_cost(run, token_budget=token_budget, longest=longest, clock=time.perf_counter)
         overhead = overhead_tokens(cost, token_budget)
-        constant, slope = cost or (math.nan, math.nan)
+        measured = "takes a time that is not measured"
+        if cost is not None:
+            measured = f"takes {cost[0] * 1e3:.2f} ms + {cost[1] * 1e6:.2f} us per token"
         log(
-            f"{self.compute.parameters.model}: a forward pass takes {constant * 1e3:.2f} ms + {slope * 1e6:.2f} us per "
-            f"token; a row joins one if it adds at most {overhead} tokens of padding"
+            f"{self.compute.parameters.model}: a forward pass {measured}; a row joins one if it adds at most "
+            f"{overhead} tokens of padding"
         )
         return overhead
 

@@ -19,7 +19,15 @@ import triton_python_backend_utils as pb_utils
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.path_alias import plain_alias
 from rlhf_triton.python_backend.serving.pulse import Pulse
-from rlhf_triton.wire.contract import AFTER_CRITIC, OPTIONAL_OUTPUTS, UNNAMED, Arrays, ContractError, VersionRange
+from rlhf_triton.wire.contract import (
+    AFTER_CRITIC,
+    OPTIONAL_OUTPUTS,
+    PROBE_HEADER,
+    UNNAMED,
+    Arrays,
+    ContractError,
+    VersionRange,
+)
 from rlhf_triton.wire.texts import printable
 
 MAX_NAMES = 50  # maximum number of counters of a reward function
@@ -92,7 +100,7 @@ class Call:
     ) -> None:
         """
         Args:
-            count_failure: called with the HTTP status of an error response.
+            count_failure: called with the HTTP status of an error response, except to a probe.
             before_send: called right before a response is sent.
         """
         self._request = request
@@ -152,11 +160,17 @@ class Call:
         Never raises: if an exception left `execute`, Triton would answer every request of the batch a second time,
         which corrupts the server's heap.
         """
-        self._count_failure(http_status(error))
+        if not self._is_probe():  # or the alert on this counter fires at each start
+            self._count_failure(http_status(error))
         try:
             self._send(pb_utils.InferenceResponse(error=_triton_error(error)))
         except Exception as unsent:  # process edge: see above
             log_error(f"an error response could not be sent: {type(unsent).__name__}: {unsent}")
+
+    def _is_probe(self) -> bool:
+        with contextlib.suppress(ValueError):  # a forwarded header is not UTF-8
+            return self.header(PROBE_HEADER) is not None
+        return False
 
     def _send(self, response: Any) -> None:
         # This frame keeps `response` referenced until `send` has returned, so that its arrays are freed with the GIL

@@ -162,7 +162,7 @@ def check_checkpoint(folder: Path) -> None:
 def _check_contents(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
+            f"{_as_written(folder)} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
             f"{_download(folder)}"
         )
     has_weights = (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file()
@@ -184,6 +184,11 @@ def _check_contents(folder: Path) -> None:
             else "it contains no weights"
         )
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}: {why}")
+
+
+def _as_written(path: Path) -> str:
+    """Return the path's text; that of a URL with both slashes, of which Path removes one."""
+    return re.sub(r"^(https?:)/", r"\1//", str(path))
 
 
 def _download(path: Path) -> str:

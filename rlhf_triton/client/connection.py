@@ -31,7 +31,7 @@ else:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
-NOT_HTTP = "give Triton's HTTP port (server.http_port), not the one for gRPC"
+HTTP_PORT = "give Triton's HTTP port (server.http_port), not the one for gRPC or metrics"
 MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
 
 
@@ -98,7 +98,7 @@ class HTTPConnection:
                             return await ask(self)
                     repeat_after_s *= 2
                 return await ask(self)
-        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
             raise attempt_failure(error, deadline_s) from error
 
     async def infer(self, message: Message) -> Arrays:
@@ -120,7 +120,10 @@ class HTTPConnection:
 
     async def describe(self, model: str) -> ServedModel:
         """Return what a model declares. Raises AttemptFailed if its parameters are unexpected; see also `infer`."""
-        served = served_model(await self.http.get_model_config(model))
+        config = await self.http.get_model_config(model)
+        if not isinstance(config, dict):
+            raise ValueError(f"{config!r} is not a model's configuration")
+        served = served_model(config)
         theirs = served.parameters
         ours = dict(self._expected.get(model, {}))
         if model in self._declared:
@@ -164,11 +167,18 @@ def attempt_failure(error: Exception, deadline_s: float, *, hint: str = HINT) ->
     `hint`: end of the message if the server cannot be reached.
     """
     if isinstance(error, InferenceServerException):
-        return AttemptFailed.refused(str(error.status() or ""), str(error.message()))
+        status = str(error.status() or "")
+        is_triton = error.debug_details() is None  # otherwise the body that tritonclient could not read
+        why = str(error.message()) if is_triton else f"HTTP {status} without Triton's JSON; {HTTP_PORT}"
+        return AttemptFailed.refused(status, why)
     if isinstance(error, asyncio.TimeoutError):
         return AttemptFailed(Kind.LATE, f"did not respond within {deadline_s:g} s")
     if isinstance(error, aiohttp.ClientResponseError):  # not an HTTP status, which tritonclient handles itself
-        return AttemptFailed(Kind.WRONG, "does not answer in HTTP", NOT_HTTP)
+        return AttemptFailed(Kind.WRONG, "does not answer in HTTP", HTTP_PORT)
+    if isinstance(error, aiohttp.InvalidURL):
+        return AttemptFailed(Kind.WRONG, "cannot be reached", str(error))
+    if isinstance(error, ValueError):
+        return AttemptFailed(Kind.WRONG, "does not answer as Triton does", HTTP_PORT)
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
     return AttemptFailed(kind, "cannot be reached", cause, hint=hint)

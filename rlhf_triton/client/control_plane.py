@@ -81,6 +81,7 @@ PROBED_OUTPUTS = {
 }
 # Invalid inputs: a probe of these models expects a rejection.
 _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
+_PROBE = {PROBE_HEADER: "1"}
 
 
 class Failure(Enum):
@@ -241,7 +242,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
                 model,
                 inputs,
                 outputs=wanted,
-                headers={PROBE_HEADER: "1"},
+                headers=_PROBE,
                 timeout_s=timeout_s,
             )
         except ControlPlaneError as error:
@@ -260,7 +261,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
     def _probe_rejection(self, model: str, timeout_s: float) -> None:
         name, value = _REJECTIONS[model]
         try:
-            self._client.infer(model, [_tensor(name, value)], client_timeout=timeout_s)
+            self._client.infer(model, [_tensor(name, value)], headers=_PROBE, client_timeout=timeout_s)
         except InferenceServerException as error:
             # Rejections by the server's core, not by the model, do not count; they start with the request's id.
             refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.wire.contract import DEMANDED, NEEDS_MORE, STEP_AHEAD, UNTIL_LOADED
+from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL, NEEDS_MORE, STEP_AHEAD, UNTIL_LOADED
 
 # From Triton itself:
 UNLOADED = "has no available versions"  # 404; a model that never existed "is not found"
@@ -20,6 +20,7 @@ LOST_DEVICE = "CUDA error"
 RESTRICTED = "restricted"  # from gRPC, for a request without the key for model control
 UNREADABLE = "failed to poll"  # for a load if config.pbtxt is invalid; only the log says why
 CODES = (
+    IN_JOURNAL,
     STEP_AHEAD,
     NEEDS_MORE,
     UNTIL_LOADED,
@@ -139,7 +140,9 @@ class AttemptFailed(Exception):
     @classmethod
     def refused(cls, status: str, message: str) -> AttemptFailed:
         """Classify a server's error response; a 503 and an unloaded or dead model are transient."""
-        return cls(KINDS.get(code_of(message) or "no code") or KINDS.get(status, Kind.WRONG), "refused", message)
+        code = code_of(message)
+        event = "has no result yet" if code == IN_JOURNAL else "refused"
+        return cls(KINDS.get(code or "no code") or KINDS.get(status, Kind.WRONG), event, message)
 
     @property
     def is_out_of_order(self) -> bool:

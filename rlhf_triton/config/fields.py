@@ -1,5 +1,6 @@
 """The base class of the configuration's sections, and the types of their fields."""
 
+import contextlib
 import re
 import socket
 from pathlib import Path
@@ -19,7 +20,21 @@ from pydantic import (
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Host = Annotated[str, Field(min_length=1)]  # an address to bind; "" would bind all addresses of the machine
+
+
+def _full_ipv4(host: str) -> str:
+    """Return a short or octal IPv4 address, such as 127.1, as four numbers; other hosts are returned unchanged.
+
+    The C library resolves such an address, but gRPC and aiohttp refuse it.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        found = socket.getaddrinfo(host, None, socket.AF_INET, flags=socket.AI_NUMERICHOST)
+        return str(found[0][4][0])
+    return host
+
+
+# An address to bind; "" would bind all addresses of the machine.
+Host = Annotated[str, Field(min_length=1), AfterValidator(_full_ipv4)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
 LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
@@ -119,7 +134,8 @@ def _address(value: str) -> str:
     found = re.fullmatch(r"(?:dns:)?(?:[^\s/:@,]+|\[[^\s/@,\]]+\]):([0-9]+)", value)
     if found is None or int(found[1]) > 65535:
         raise ValueError("must be host:port, [IPv6]:port or dns:name:port, with a port of at most 65535")
-    return value
+    host, _, port = value.rpartition(":")
+    return f"{_full_ipv4(host)}:{port}"
 
 
 Address = Annotated[str, AfterValidator(_address)]

@@ -41,7 +41,7 @@ def _expected_type(item: Any) -> str:
         return f"a section with keys of {', '.join(_keys_in(_location(item), keys_of(RunConfig, '')))}"
     if item["type"] in ("tuple_type", "list_type"):
         return "a list"
-    return reason_of_item(item).removeprefix("must be ").partition(", unable")[0]
+    return reason_of_item(item).removeprefix("must be ")
 
 
 def _boolean_hint(item: Any) -> str:

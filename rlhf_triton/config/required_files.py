@@ -158,11 +158,13 @@ def _check_store(config: RunConfig) -> None:
     if current is None:
         return
     wanted = fingerprint_model(config.reward.model)
-    if wanted not in (fingerprint_model(store.folder(version)) for version in (current, 0)):
+    versions = sorted({0, current})
+    if wanted not in (fingerprint_model(store.folder(version)) for version in versions):
+        have = f"versions 0 and {current} have" if current else "version 0 has"
         raise CheckpointError(
-            f"{config.reward.model} would not be served: reward.store serves from {store.root}, whose versions 0 and "
-            f"{current} have other weights or another config.json; publish it with `rlhf-triton weights publish "
-            "--model reward FOLDER`, restore reward.model, or start in another folder (run.dir)"
+            f"{config.reward.model} would not be served: reward.store serves from {store.root}, whose {have} other "
+            "weights or another config.json; publish it with `rlhf-triton weights publish --model reward FOLDER`, "
+            "restore reward.model, or start in another folder (run.dir)"
         )
 
 

@@ -165,10 +165,10 @@ def _load(
             f"{info.folder}: {kind.__name__} does not use {', '.join(unused[:6])}; without them the outputs would "
             "differ from the checkpoint's; docs/your-models.md lists the supported heads"
         )
+    model.name_or_path = str(info.folder)
     if group is None:
         check_finite(model)  # before any probe, whose result would mean nothing
     model.config.architectures = [kind.__name__]
-    model.name_or_path = str(info.folder)
     _keep_stable(model, info)
     return model.eval()
 

@@ -55,10 +55,15 @@ def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
 
 
 def check_finite(module: torch.nn.Module) -> None:
-    """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
-    sums = {name: parameter.detach().sum() for name, parameter in module.named_parameters()}
-    # A sum is not finite if any element is NaN or infinite. It costs a tenth of `isfinite` on every element.
-    # All sums are checked together first, and one by one only to name the parameter.
-    if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
-        name = next(name for name, value in sums.items() if not value.isfinite())
-        raise CheckpointError(f"{name} has values that are not finite")
+    """Raise CheckpointError naming the folder and the first parameter of a model that holds NaN or infinity."""
+    sums = [parameter.detach().sum() for parameter in module.parameters()]
+    # A sum is not finite if any element is NaN or infinite, or if it overflows. It costs a tenth of `isfinite` on every
+    # element. All sums are checked together first, and parameters one by one only if there is something to find.
+    if torch.stack([value.double() for value in sums]).isfinite().all():
+        return
+    for name, parameter in module.named_parameters():
+        if not parameter.isfinite().all():
+            raise CheckpointError(
+                f"{module.name_or_path}: {name} has values that are not finite; save the model again, or use an "
+                "earlier checkpoint"
+            )

@@ -93,6 +93,7 @@ def with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path) -> Any:
         module.load_state_dict(placed, strict=True, assign=True)
     except RuntimeError as error:
         raise CheckpointError(f"{folder} does not fit the served model: {reason_of(error)}") from error
+    module.name_or_path = str(folder)
     return module
 
 

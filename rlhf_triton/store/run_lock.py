@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.durable import exclusive_lock, is_locked
+from rlhf_triton.store.durable import exclusive_lock, is_locked, refusal
 
 LOCK_FILE = "actor.lock"
 RUN_LOCK_FILE = "run.lock"
@@ -32,6 +32,17 @@ def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
 def only_server(server_dir: Path, key: str = "server.dir") -> contextlib.AbstractContextManager[None]:
     """Hold the exclusive lock of a tritonserver's folder; `key` is its setting. Raises RlhfError if it is taken."""
     return _hold_lock("server", server_dir, SERVER_LOCK_FILE, key=key)
+
+
+def make_folder(folder: Path, key: str = "run.dir") -> None:
+    """Make the folder that the setting `key` names. Raises RlhfError if that or writing there is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        error = refusal(folder)
+    except OSError as cause:
+        error = cause
+    if error is not None:
+        raise RlhfError(f"{key}: {folder} cannot be used: {error.strerror}; choose another folder") from error
 
 
 def in_progress(run_dir: Path) -> bool:

@@ -73,7 +73,7 @@ TRAINING_KEY_HEADER = "x-triton-training-key"
 SENDER_HEADER = "x-triton-sender"
 """Identifies the client as `<session>/<n>`; n is the number of rewinds it has requested (see store/ownership.py)."""
 PROBE_HEADER = "x-triton-probe"
-"""Marks a health check: reward functions are not called, because they may be slow or cost money."""
+"""Marks a health check: an error is not counted, and reward functions, which may be slow or cost money, do not run."""
 ORIGIN_HEADER = "origin"  # browsers add it to POST requests of web pages; critic_train and critic_save refuse these
 TRACEPARENT_HEADER = "traceparent"  # W3C trace context; also the name in the metadata of a journal entry
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -227,6 +227,7 @@ class VersionRange(NamedTuple):
         return f"{self.least}" if self.most == self.least else f"{self.least} or newer"
 
 
+IN_JOURNAL = "is in the journal and will be processed"  # so the request is not refused, but has no result yet
 STEP_AHEAD = "but the last step of run"  # clients recognise by it that an earlier step is missing
 
 

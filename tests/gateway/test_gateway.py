@@ -309,6 +309,7 @@ WRONG_BODIES = [
     ("/get_reward", {"query": "abc"}, 400, "query: must be a valid list, got 'abc'"),
     ("/get_reward", {"query": []}, 400, "0 rows"),
     ("/v1/rewards", {"inputs": [{"tokens": []}]}, 400, "inputs[0].tokens: "),
+    ("/v1/rewards", {"inputs": ["a"]}, 400, "inputs[0]: must be a valid dictionary, got 'a'"),
     ("/get_reward", {"query": ["a"], "labels": [1, 2]}, 400, "labels: 2 entries"),
     ("/classify", {"input": [["a"]]}, 400, "input[0].tokens[0]: must be a valid integer"),
     ("/classify", {"input": "a", "messages": CHAT}, 400, "input and messages are given"),

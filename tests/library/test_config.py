@@ -60,6 +60,20 @@ def test_yaml_values_override_an_algorithms_published_settings(tmp_path, written
     assert overridden.actor.algorithm.clip_ratio_high is None
 
 
+@pytest.mark.parametrize(
+    ("host", "full"),
+    [("127.1", "127.0.0.1"), ("0", "0.0.0.0"), ("::1", "::1"), ("localhost", "localhost"), ("127.1 ", "127.1 ")],
+)
+def test_short_ipv4_addresses_are_written_in_full(tmp_path, host, full):
+    """gRPC and aiohttp refuse them, but tritonserver binds them: its start hung until `start_timeout_s`."""
+    assert load(tmp_path, yaml.safe_dump({"server": {"host": host}})).server.grpc_url == f"{full}:8001"
+
+
+def test_short_ipv4_address_of_a_server_is_written_in_full(tmp_path):
+    config = load(tmp_path, "trainer: {servers: ['127.1:80', '[::1]:80', 'dns:localhost:80']}")
+    assert config.trainer.servers == ["127.0.0.1:80", "[::1]:80", "dns:localhost:80"]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_yaml_files_in_configs_are_valid(path):
     assert without_effect(load_config(path)) == []
@@ -91,7 +105,7 @@ def test_yaml_files_in_configs_are_valid(path):
         ("run: {dir: a}\n---\nrun: {dir: b}", "line 2, column 1: a second document starts here, which would be"),
         ("run:\n\tdir: a", r"line 2, column 1: found character '\t' that cannot start any token; indent with spaces"),
         ("actor: {steps: 010}", "line 1, column 16: 010 starts with 0, which YAML 1.1 reads as octal"),
-        ("actor: {max_minutes: 1:30}", "actor.max_minutes: must be a valid number, unable to parse string"),
+        ("actor: {max_minutes: 1:30}", "actor.max_minutes: must be a valid number (got '1:30')"),
         ("run: {dir: \0}", "my.yaml is not valid YAML: unacceptable character #x0000"),
         ("[" * 5000, "my.yaml is not valid YAML: the values are nested too deeply"),
         ("reward: {standardization: off}", "(got False)"),
@@ -189,7 +203,7 @@ def test_yaml_files_in_configs_are_valid(path):
         ),
         (
             "reward: {token_budget: lots}",
-            "my.yaml: reward.token_budget: must be a valid integer, unable to parse string as an",
+            "my.yaml: reward.token_budget: must be a valid integer (got 'lots')",
         ),
         ("reward: {standardization: on}", "must be 'model' or 'off' or a section with keys of mean, std; YAML reads y"),
         ("reward: {standardization: {meen: 1}}", "my.yaml: unknown key reward.standardization.meen; did you mean"),

@@ -18,6 +18,7 @@ from transformers import AutoModelForTokenClassification
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.models import modeling
 from rlhf_triton.models.collation import collate
+from rlhf_triton.models.mapped_tensors import check_finite
 from rlhf_triton.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.models.token_head import TokenHead
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
@@ -231,7 +232,7 @@ MISFITS = {
     "not finite": (
         "llama",
         {},
-        "score.weight has values that are not finite",
+        "other: score.weight has values that are not finite; save the model again",
         lambda own: own["score.weight"].fill_(NAN),
     ),
     "a shape of its own": ("llama", {}, "does not fit the served model", lambda own: own.update({NORM: torch.ones(3)})),
@@ -258,8 +259,14 @@ def test_weights_that_do_not_fit_the_served_model_are_refused(tmp_path, kind):
 def test_load_model_refuses_non_finite_weights(tmp_path, loader, kind):
     save_tiny(tmp_path, "llama", kind)
     change_tensors(tmp_path, lambda own: own["model.layers.0.mlp.up_proj.weight"][0].fill_(NAN))
-    with refused("model.layers.0.mlp.up_proj.weight has values that are not finite"):
+    with refused(f"{tmp_path}: model.layers.0.mlp.up_proj.weight has values that are not finite; save the model again"):
         load_model(loader, tmp_path, None, {})
+
+
+def test_finite_weights_whose_sum_overflows_are_accepted():
+    module = torch.nn.Linear(64, 1, bias=False)
+    module.weight.data.fill_(3e38)
+    check_finite(module)
 
 
 # ---- a bfloat16 body under an fp32 head ----

@@ -63,6 +63,10 @@ def test_calibration_rows_stay_within_max_length():
     assert {width for _, width in machine.sizes} == {16, 48}
 
 
-def test_overhead_tokens_is_bounded_for_negative_fits():
-    assert cost.overhead_tokens((1e-3, -1e-9), 1024) == 256
-    assert cost.overhead_tokens((-1e-3, 1e-5), 1024) == 0
+@pytest.mark.parametrize(("constant", "slope", "overhead"), [(2e-3, -1e-6, 256), (-1e-4, 2e-5, 0)])
+def test_cost_of_a_pass_is_never_negative(constant, slope, overhead):
+    """As if on a busy machine; the log of a server's start shows the cost."""
+    machine = Machine(constant, slope)
+    found = cost.fit_pass_cost(machine.run, token_budget=1024, longest=None, clock=lambda: machine.now)
+    assert min(found) == 0.0
+    assert cost.overhead_tokens(found, 1024) == overhead

@@ -37,6 +37,7 @@ from rlhf_triton.tools.render_configs import render_configs
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import (
     AFTER_CRITIC,
+    PROBE_HEADER,
     TRAINING_KEY_HEADER,
     UNNAMED,
     VALUES,
@@ -130,6 +131,27 @@ def test_training_key_header_must_be_text(serving):
         assert call.header(TRAINING_KEY_HEADER) is None
     call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER.title(): "secret"})))
     assert call.header(TRAINING_KEY_HEADER) == "secret"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "counted"),
+    [("{}", [400]), (json.dumps({PROBE_HEADER: "1"}), []), (None, [400])],
+    ids=["request", "probe", "header that is not UTF-8"],
+)
+def test_errors_are_counted_except_those_of_probes(serving, monkeypatch, parameters, counted):
+    """critic_train and critic_save must refuse a probe: the alert on refused requests fired at each start."""
+
+    def undecodable(self):
+        return b"\xff".decode()
+
+    request = Request({}, (), parameters or "")
+    if parameters is None:
+        monkeypatch.setattr(Request, "parameters", undecodable)
+    statuses = []
+    call = serving.Call(request, statuses.append)
+    call.fail(ContractError("returns[1, 2]: nan, must be finite"))
+    assert statuses == counted
+    assert request.responses.get_nowait().error is not None
 
 
 HIDE = """

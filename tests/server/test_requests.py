@@ -26,6 +26,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.store.control_key import GRPC_HEADER, HEADER, control_key
+from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
 
@@ -222,17 +223,32 @@ def test_refused_requests_name_the_field(live):
 
 
 def test_refused_requests_are_counted_by_status(live):
-    """Triton counts it as a success, since there was a response."""
+    """Triton counts it as a success, since there was a response. A refused probe does not count."""
 
-    def refused(status):
-        return live.run.metric("requests_refused_total", model=CRITIC, status=status)
+    def refused(status, model=CRITIC):
+        return live.run.metric("requests_refused_total", model=model, status=status)
 
     before = refused("400"), refused("503")
+    refused_saves = refused("400", CRITIC_SAVE)
     refusal(live, CRITIC, {"tokens": np.asarray([[10**6]])})
+    with ControlPlane(live.run.config.server.grpc_url) as control:
+        control.probe(CRITIC_SAVE, TIMEOUT_S)
+    assert refused("400", CRITIC_SAVE) == refused_saves
     (answer,) = ask_all(live.run.url, [(CRITIC, ROW, (), None, {"exact_version": 10**6})])
     assert isinstance(answer, Refused)
     assert answer.code == "503"
     assert (refused("400"), refused("503")) == (before[0] + 1, before[1] + 1)
+
+
+def test_request_that_an_ensemble_refuses_is_one_failure(live):
+    """Triton counts two failures of the ensemble, also for a 503."""
+    url = live.run.config.server.metrics_url
+    models = (REWARD_MODEL, CRITIC, CRITIC_TRAIN, CRITIC_SAVE)
+    before = count_failures(url, models)
+    refusal(live, CRITIC_INFER, {"tokens": np.asarray([[10**6]])})
+    (answer,) = ask_all(live.run.url, [(CRITIC_INFER, ROW, (), None, {"exact_version": 10**6})])
+    assert isinstance(answer, Refused)
+    assert count_failures(url, models) == before + 1
 
 
 def refused_json(system, model, body, headers):

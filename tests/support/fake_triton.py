@@ -11,7 +11,7 @@ from fake_server import FakeServer
 
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import ClientSection
-from rlhf_triton.wire.contract import DEMANDED, STEP_AHEAD
+from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL, STEP_AHEAD
 
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
 OUTPUTS = [
@@ -27,9 +27,9 @@ Behaviour = Callable[[str, int], str]  # (model, number of the request from 1 on
 class FakeTriton(FakeServer):
     """A fake server, each of whose requests a behaviour answers.
 
-    With `ok`, `busy` (503), `behind` (503, a newer version is demanded), `dead` (the error of a dead model
-    process), `wrong` (400), `early` (400, a step whose predecessor is missing), `failed` (500), `unloaded` (404),
-    `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
+    With `ok`, `busy` (503), `journalled` (503, no result yet), `behind` (503, a newer version is demanded), `dead` (the
+    error of a dead model process), `wrong` (400), `early` (400, a step whose predecessor is missing), `failed` (500),
+    `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
@@ -70,6 +70,7 @@ class FakeTriton(FakeServer):
             await asyncio.sleep(0.001)
         errors = {
             "busy": (503, "no room"),
+            "journalled": (503, f"no sidecar follows the journal; step 1 of run 'r' {IN_JOURNAL}: repeat the request"),
             "behind": (503, f"in ensemble 'critic_infer', critic serves version 3, {DEMANDED} 4 or newer"),
             "dead": (500, DEAD),
             "wrong": (400, "tokens: missing"),

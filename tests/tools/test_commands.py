@@ -28,11 +28,12 @@ from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.store.run_lock import only_run
 from rlhf_triton.store.weights import ServingRecord
 from rlhf_triton.tools import __main__ as program_module
-from rlhf_triton.tools import replay, status, weights
+from rlhf_triton.tools import replay, serve, status, weights
 from rlhf_triton.tools import run as tools_run
 from rlhf_triton.tools.__main__ import COMMANDS
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.progress import RunProgress
+from rlhf_triton.tools.server.ports import PORT_KEYS
 from rlhf_triton.tools.server.server_log import readable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,6 +156,10 @@ def test_overrides_are_accepted_before_and_after_options():
     [
         ("x.yaml", "give the configuration as --config x.yaml"),
         (
+            "--model models/reward",
+            "give a YAML file as --config FILE; it names the models' folders, such as reward.model",
+        ),
+        (
             "--config x.yaml --port 9000",
             "--port; settings are written as section.key=value, such as server.http_port=…",
         ),
@@ -193,6 +198,20 @@ def test_weights_command_refuses_a_configuration_without_versions(words, told, t
     (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}}}\nreward: {{model: m}}")
     assert weights.main([*words.split(), "--config", str(tmp_path / "my.yaml")]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--print-command"]])
+def test_serve_names_the_setting_of_a_folder_that_cannot_be_written(
+    options, tmp_path, checkpoints, capsys, monkeypatch
+):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    (tmp_path / "my.yaml").write_text(
+        f"reward: {{model: {checkpoints.reward}}}\ncritic: {{model: {checkpoints.policy}}}"
+    )
+    ports = [f"server.{key}=0" for key in PORT_KEYS]
+    arguments = ["--config", str(tmp_path / "my.yaml"), f"run.dir={tmp_path}/my.yaml/run", *ports]
+    assert serve.main([*options, *arguments]) == 2
+    assert re.search(r"^error: run\.dir: \S+ cannot be used: Not a directory; choose an", capsys.readouterr().err, re.M)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from live_system import wait_for
 from small_disk import small_disk
+from tiny_checkpoints import change_tensors
 
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools import doctor
@@ -177,6 +179,28 @@ def test_doctor_reports_each_configuration_problem(config, tmp_path):
     unknown = findings(str(config), "actor.algorithm.name=gpro")
     assert [each.name for each in unknown.values() if each.level is Level.FAILED] == ["configuration"]
     assert unknown["disk"].level is Level.OK
+
+
+DAMAGE = {
+    "score.weight has values that are not finite": lambda own: own["score.weight"].fill_(float("nan")),
+    "model.norm.weight has shape [3], but config.json implies": lambda own: own.update(
+        {"model.norm.weight": torch.ones(3)}
+    ),
+    "the weights have no model.norm.weight": lambda own: own.pop("model.norm.weight"),
+}
+
+
+@pytest.mark.parametrize("told", DAMAGE)
+def test_doctor_reports_weights_that_do_not_load(told, tmp_path, checkpoints):
+    """All its other checks passed, and `serve` refused the model."""
+    shutil.copytree(checkpoints.reward, tmp_path / "reward")
+    (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}/run}}\nreward: {{model: {tmp_path}/reward}}")
+    assert findings(tmp_path / "my.yaml")["weights"].text == "reward.model loads, and its weights are finite"
+    change_tensors(tmp_path / "reward", DAMAGE[told])
+    found = findings(tmp_path / "my.yaml")["weights"]
+    assert found.level is Level.FAILED
+    assert found.text.startswith("reward.model: ")
+    assert told in found.text
 
 
 def test_doctor_probes_a_running_servers_models_and_names_a_dead_one(live):

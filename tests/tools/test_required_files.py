@@ -191,6 +191,7 @@ def test_checkpoint_without_a_tokenizer_or_head_is_refused(tmp_path, checkpoints
         ({"config.json": {"text_config": "a"}}, "config.json: text_config is 'a', must be an object; "),
         ({"tokenizer.json": None}, "its tokenizer cannot be loaded: Expecting value"),
         ("https://huggingface.co/org/name/tree/main", "`hf download org/name --local-dir models/name`, then give that"),
+        ("https://huggingface.co/org/name", "reward.model: https://huggingface.co/org/name does not exist"),
         ("$HOME/name", "without variables, which only a shell expands"),
         ("~/no-such-model", f"{Path.home()}/no-such-model does not exist"),
         ({}, "reward.max_length: 100000 exceeds the "),
@@ -670,10 +671,14 @@ def test_reward_model_that_differs_from_the_store_is_refused(tmp_path, checkpoin
         tmp_path / "run", checkpoints, reward={"store": True}, actor={"name": "grpo", "responses_per_prompt": 2}
     )
     store = WeightsStore(run.config.run.reward_weights_dir)
+    config = load_config(run.path, [f"reward.model={checkpoints.critic}"])
+    told = "critic would not be served: .* whose {} other weights"
     for number, folder in enumerate((checkpoints.reward, checkpoints.other_reward)):
         check_files(run.config, server=True)
         store.add(functools.partial(copy_checkpoint, folder), run_id="run", step=0, parent=None, epoch=0)
         store.set_current(number)
+        with pytest.raises(ConfigError, match=told.format(["version 0 has", "versions 0 and 1 have"][number])):
+            check_files(config, server=True)
     check_files(run.config, server=True)  # version 0
     check_files(load_config(run.path, [f"reward.model={checkpoints.other_reward}"]), server=True)  # version 1
     shutil.copytree(checkpoints.reward, tmp_path / "scaled")
@@ -681,9 +686,6 @@ def test_reward_model_that_differs_from_the_store_is_refused(tmp_path, checkpoin
     edited.write_text(json.dumps({**json.loads(edited.read_text()), "reward_standardization": {"mean": 5, "std": 9}}))
     with pytest.raises(ConfigError, match=r"scaled would not be served: .* have other weights or another config\.json"):
         check_files(load_config(run.path, [f"reward.model={tmp_path / 'scaled'}"]), server=True)
-    config = load_config(run.path, [f"reward.model={checkpoints.critic}"])
-    with pytest.raises(ConfigError, match=r"critic would not be served: .* whose versions 0 and 1 have other weights"):
-        check_files(config, server=True)
 
 
 CHATS = "actor.prompts.path={chats}"

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -342,3 +342,21 @@ def read_metrics(url: str) -> Iterator[tuple[str, str, float]]:
     """Yield name, labels as text, and value of each metric that a server exports at `host:port`; none if it is down."""
     for name, labels, value in _METRIC.findall(get_page(url, "/metrics")):
         yield name, labels, float(value)
+
+
+def count_failures(url: str, models: Collection[str]) -> int:
+    """Return how many requests failed by the metrics at `host:port`: in Triton, or with an error of a model.
+
+    A 503 is no failure: the client repeats the request, and counts it if it fails for good.
+
+    Args:
+        models: the models but ensembles: for an ensemble, Triton counts two failures more, also for a 503.
+    """
+    ours = {f'model="{model}"' for model in models}
+    return int(
+        sum(
+            value
+            for name, labels, value in read_metrics(url)
+            if name in FAILURES and '"503"' not in labels and ours & {*labels.split(",")}
+        )
+    )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
+from fake_server import FakeServer
 from fake_triton import FakeTriton, client_of
 from live_system import training_inputs
 from loop_clock import advance
@@ -197,6 +199,13 @@ async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatc
         assert len(server.asked) == 1 + 10 + 6, "repeated more often than retries allows"
 
 
+async def test_request_in_the_journal_has_no_result_yet():
+    """A sidecar that starts later executes it, so it is not refused."""
+    async with FakeTriton(lambda model, number: "journalled") as server, client_of(server, retries=1) as client:
+        with pytest.raises(RequestFailed, match=r"^critic_train at \S+ has no result yet after 2 attempts: no sidecar"):
+            await train(client, 1)
+
+
 async def test_request_is_sent_again_if_its_model_process_was_killed():
     """Triton never answers it: a run stood still until TRAIN_DEADLINE_S."""
     async with FakeTriton(first("hang", "hang")) as server, client_of(server, retries=0) as client:
@@ -228,6 +237,44 @@ async def test_non_http_servers_are_not_retried():
                 with pytest.raises(RequestRefused, match=f"{url} does not answer in HTTP: give Triton's HTTP port"):
                     await call()
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (
+            200,
+            "# HELP nv_inference_request_success Number of",
+            "^reward_model at URL does not answer as Triton does: give",
+        ),
+        (200, '["ok"]', "^reward_model at URL does not answer as Triton does: give"),
+        (
+            404,
+            "<html>nginx</html>",
+            "^reward_model at URL refused: HTTP 404 without Triton's JSON; give Triton's HTTP port",
+        ),
+        (404, '{"detail": "Not Found"}', "^reward_model at URL refused: HTTP 404 without Triton's JSON; give"),
+    ],
+)
+async def test_servers_other_than_triton_are_named_in_a_sentence(status, body, message):
+    """As Triton's own metrics port, a web server or a gateway; a library's exception reached the caller."""
+
+    async def reply(request):
+        return web.Response(status=status, text=body)
+
+    async with (
+        FakeServer([web.route("*", "/{path:.*}", reply)]) as server,
+        TritonClient(server.url, ClientSection()) as client,
+    ):
+        with pytest.raises(RequestRefused, match=message.replace("URL", server.url)):
+            await client.describe(REWARD_MODEL)
+
+
+@pytest.mark.parametrize("host", ["256.0.0.1", "127.1"])
+async def test_an_address_that_is_none_is_not_waited_for(host):
+    async with TritonClient(f"{host}:80", ClientSection()) as client:
+        with pytest.raises(RequestRefused, match=f"^reward_model at {host}:80 cannot be reached: .*IPv4"):
+            await client.rewards(ROWS)
 
 
 async def test_describe_accepts_any_server_and_does_not_wait_for_a_lost_one():
