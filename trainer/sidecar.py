@@ -90,6 +90,7 @@ class Sidecar:
             else:
                 self.train(entry)
         self.checkpoints.write_last()
+        logger.info("stopped after step %d", self.critic.step)
 
     def train(self, entry: Entry) -> None:
         """Train on the next step, publish the weights, and record the result."""

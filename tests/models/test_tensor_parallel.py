@@ -125,7 +125,9 @@ def test_version_refused_by_one_rank_is_served_by_none(ranks, versions, is_cut):
     tensors[LAYER] = tensors[LAYER][: -1 if is_cut else None].contiguous()
     save_file(tensors, versions[1] / WEIGHTS_FILE, metadata={"format": "pt"})
     for previous in (served, None):  # the first version of a server, too
-        with pytest.raises(CheckpointError, match="rank 1: " + ("" if is_cut else f"{LAYER} has values that are not")):
+        with pytest.raises(
+            CheckpointError, match="rank 1: " + ("" if is_cut else f".*: {LAYER} has values that are not")
+        ):
             ranks.load("load_critic", versions[1], previous, {})
     assert_same(ranks, served, load_model("load_critic", versions[0], None, {}))
 
