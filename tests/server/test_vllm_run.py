@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation.conversations import ConversationRunner
-from rlhf_triton.actor.generation.engine import Generation
+from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
@@ -204,7 +204,7 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
 def stops_as_our_own(data, config, policy):
     """Check that greedy responses end at the same stop strings, and not within `min_new_tokens`."""
     rest = {"eos_ids": policy.eos_ids, "pad_id": policy.pad_id, "banned_ids": policy.banned_ids}
-    own = functools.partial(Generation, policy.causal(policy.sampler), policy.tokenizer, **rest)
+    own = functools.partial(LocalGeneration, policy.causal(policy.sampler), policy.tokenizer, **rest)
     whole = responses(own(config.actor.generation.model_copy(update={"engine": "slots"})))
     words = sorted({policy.tokenizer.decode([tokens[3]]) for tokens, _ in whole.values() if len(tokens) > 4})
     data["actor"]["generation"] |= {"stop_strings": words, "min_new_tokens": 2}
