@@ -410,12 +410,13 @@ async def test_cross_origin_requests_are_refused_without_a_key(headers, status):
 # ---- long contexts ----
 
 
-async def test_request_bodies_are_released_before_the_policy_samples():
-    """Twenty of 1 MB are more than `gateway.max_body_bytes`, which those of all requests share."""
+async def test_request_bodies_are_released_before_the_policy_samples(monkeypatch):
+    """The twenty together exceed the limit that all large bodies share."""
+    monkeypatch.setattr("rlhf_triton.tools.gateway.app.MAX_BODY_BYTES", 1_600_000)
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, _):
         sampler.open.clear()
-        body = {"messages": [USER], "metadata": {"note": "x" * 1_000_000}}
+        body = {"messages": [USER], "metadata": {"note": "x" * 90_000}}
         calls = [asyncio.create_task(caller.post(f"/sessions/{i}{CHAT}", body)) for i in range(20)]
         await until(lambda: sampler.in_flight == 20)
         sampler.open.set()
