@@ -89,6 +89,7 @@ def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path, checkpoi
     assert not {*psutil.Process().children()} - others
 
 
+@pytest.mark.slow
 def test_served_models_answer_their_clients_and_end_with_the_block(tmp_path, checkpoints, monkeypatch):
     """The critic is trained, and goes back to a step, with the key of its environment variable."""
     rows = random_rows((9, 4, 17), seed=1)
