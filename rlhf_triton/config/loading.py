@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from rlhf_triton.config.deterministic import with_fixed_values
 from rlhf_triton.config.keys import with_value
-from rlhf_triton.config.problems import problems_of
 from rlhf_triton.config.run_config import ConfigError, RunConfig, UserKeys
+from rlhf_triton.config.validation_errors import problems_of
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import reason_of
 
