@@ -17,7 +17,8 @@ from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR
 from rlhf_triton.store.durable import read_json
-from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Journal
+from rlhf_triton.store.heartbeat import HEARTBEAT_TIMEOUT_S
+from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import in_progress, read_phase
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse

@@ -16,7 +16,8 @@ from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.models.out_of_memory import gpu_bytes
 from rlhf_triton.monitoring.metrics import TRAINER, Exporter, Values
-from rlhf_triton.store.journal import Heartbeat, Journal
+from rlhf_triton.store.heartbeat import Heartbeat
+from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport

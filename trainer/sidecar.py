@@ -109,7 +109,7 @@ class Sidecar:
     def save(self, entry: Entry) -> Result:
         """Write a checkpoint of the entry's step; remove those that the caller no longer needs; return the result."""
         try:
-            keep_steps = self.journal.keep_steps(entry)
+            keep_steps = self.journal.requested_keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error
             return Result(entry=entry.name, weights_version=self.versions.current(), error=str(damage))
         # A rejected version leaves the checkpoint on disk and the old version serving.

@@ -21,7 +21,8 @@ from rlhf_triton.python_backend.serving.triton import (
     log_error,
 )
 from rlhf_triton.store.durable import refusal
-from rlhf_triton.store.journal import HEARTBEAT_TIMEOUT_S, Entry, HeartbeatWatch, Journal, Result
+from rlhf_triton.store.heartbeat import HEARTBEAT_TIMEOUT_S, HeartbeatWatch
+from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire.contract import (
     IN_JOURNAL,

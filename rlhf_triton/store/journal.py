@@ -17,15 +17,15 @@ import contextlib
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store import durable
 from rlhf_triton.store.durable import changed_at, is_locked, read_json
+from rlhf_triton.store.heartbeat import HEARTBEAT_FILE, Heartbeat
 from rlhf_triton.store.journal_entry import (
     DIGEST,
     RESULT_SUFFIX,
@@ -41,49 +41,6 @@ from rlhf_triton.store.journal_entry import (
 from rlhf_triton.store.ownership import Sender, owners_after, refuse_superseded
 from rlhf_triton.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, ContractError
 from rlhf_triton.wire.training_payload import TrainPayload
-
-HEARTBEAT_FILE = "heartbeat.json"
-READ_EVERY_S = 0.1  # minimum time between two reads of the file
-HEARTBEAT_TIMEOUT_S = 15.0  # time without progress of the sidecar after which callers of critic_train get a 503
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat:
-    """Progress of the sidecar, written at every micro-batch."""
-
-    epoch: int
-    step: int
-    micro_batch: int
-    state: str
-    time: float  # unix seconds
-    trouble: str | None = None  # what blocks the sidecar, such as a full disk or a process that holds a lock
-
-
-class HeartbeatWatch:
-    """Measures the time since a sidecar's heartbeat last changed, with the local monotonic clock.
-
-    Wall-clock changes on either machine do not affect the result, because `Heartbeat.time` is only compared for
-    equality.
-    """
-
-    def __init__(self, read: Callable[[], Heartbeat | None]) -> None:
-        self._read = read
-        self.last: Heartbeat | None = None
-        """The heartbeat from the last read; None if there was none."""
-        self._since = time.monotonic()
-        self._read_at = 0.0
-
-    def silence_s(self) -> float:
-        """Return the seconds since the heartbeat last changed; reads the file at most every READ_EVERY_S."""
-        now = time.monotonic()
-        if now >= self._read_at:
-            self._read_at = now + READ_EVERY_S
-            heartbeat = self._read()
-            if heartbeat != self.last:
-                self.last = heartbeat
-                self._since = now
-        return now - self._since
-
 
 DAMAGED = "damaged"  # placeholder for an unreadable digest
 
@@ -120,7 +77,7 @@ class JournalState:
         steps = [entry for entry in self.entries() if entry.kind == "train" and not self.has_failed(entry)]
         return archived + [self._entries / entry.name for entry in steps]
 
-    def keep_steps(self, entry: Entry) -> list[int] | None:
+    def requested_keep_steps(self, entry: Entry) -> list[int] | None:
         """Return the steps whose checkpoints a save entry asks to keep; None if it has no such list.
 
         Raises DamagedEntry if the file is not JSON.
@@ -175,8 +132,8 @@ class JournalState:
     def last_step(self) -> int:
         """Return the last accepted step; 0 before the first."""
         # Includes rewinds, because results of the steps before them may have been removed.
-        known = self._known_entries()
-        return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
+        steps = (entry.step if entry.kind == "train" else entry.target for entry in self._all_entries())
+        return max([0, *steps])
 
     def traceparent(self, entry: Entry) -> str | None:
         """Return the trace context of a training entry's request; None if it had none or the file is damaged."""
@@ -208,9 +165,9 @@ class JournalState:
                 data = read_json(self._result_path(entry))
         return None if data is None else data["digest"] or DAMAGED
 
-    def _rewound(self, step: int) -> str:
+    def _rewind_hint(self, step: int) -> str:
         """Return the end of an error message that names the rewind that invalidated `step`; "" if there was none."""
-        for entry in sorted(self._known_rewinds(), reverse=True):
+        for entry in sorted(self._all_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (
                     f"; the run was rewound from step {entry.step} to step {entry.target}: unless this client did "
@@ -220,12 +177,13 @@ class JournalState:
 
     def _newest_rewind(self) -> Entry | None:
         # By rank, not by step: after a rewind from step 9 to 5, one that is accepted at step 7 is newer.
-        return max(self._known_rewinds(), key=lambda entry: (entry.rank, entry.step), default=None)
+        return max(self._all_rewinds(), key=lambda entry: (entry.rank, entry.step), default=None)
 
-    def _known_rewinds(self) -> set[Entry]:
+    def _all_rewinds(self) -> set[Entry]:
         return entries_in(self._entries, kind="rewind") | entries_in(self._results, RESULT_SUFFIX, "rewind")
 
-    def _known_entries(self) -> list[Entry]:
+    def _all_entries(self) -> list[Entry]:
+        """Return the entries on disk and those with a result; an entry may occur twice."""
         return [*entries_in(self._entries), *self.answered()]
 
     def _result_path(self, entry: Entry) -> Path:
@@ -237,7 +195,7 @@ ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that ho
 
 
 class Journal(JournalState):
-    """The journal of one run: tritonserver calls the `accept_...` methods, the sidecar the others."""
+    """The journal of one run: tritonserver calls the `accept_...` methods, the sidecar the other writing ones."""
 
     def accept_training(
         self,
@@ -260,23 +218,23 @@ class Journal(JournalState):
         """
         self._check_run(run_id)
         digest = payload.digest()
-        known = self._known_step(digest, step)
-        if known is not None:
-            return known
+        existing = self._existing_entry(digest, step)
+        if existing is not None:
+            return existing
         self._make_folders()
         trace = {TRACEPARENT_HEADER: traceparent} if traceparent else {}
         file = training_file(payload, {DIGEST: digest, **trace})
         with durable.staged_file(self._entries, [file]) as staged, self._accepting(sender):
             # Checked again under the lock: another request or a rewind may have arrived while the payload was written.
-            known = self._known_step(digest, step)
-            if known is not None:
-                return known
+            existing = self._existing_entry(digest, step)
+            if existing is not None:
+                return existing
             entry = Entry(self.last_step() + 1, 0, "train")
             os.link(staged, self._entries / entry.name)
         durable.sync_directory(self._entries)
         return entry
 
-    def _known_step(self, digest: str, step: int | None) -> Entry | None:
+    def _existing_entry(self, digest: str, step: int | None) -> Entry | None:
         """Return the existing entry if `step` was already accepted with the same content; None if it is the next step.
 
         Raises ContractError for all other steps, and for the next step while a rewind is in progress.
@@ -284,17 +242,18 @@ class Journal(JournalState):
         last = self.last_step()
         if step is not None and step <= last:
             entry = Entry(step, 0, "train")
-            known = self._digest(entry)
-            if known in (DAMAGED, digest):  # the sidecar's result reports the damage
+            accepted = self._digest(entry)
+            if accepted in (DAMAGED, digest):  # the sidecar's result reports the damage
                 return entry
-            was = "was trained too long ago to compare" if known is None else "was already sent with other content"
+            was = "was trained too long ago to compare" if accepted is None else "was already sent with other content"
             raise ContractError(
                 f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
-                f"or rewind to step {step - 1} first{self._rewound(step)}"
+                f"or rewind to step {step - 1} first{self._rewind_hint(step)}"
             )
         if step is not None and step > last + 1:
             raise ContractError(
-                f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
+                f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first"
+                f"{self._rewind_hint(step)}"
             )
         self._refuse_during_rewind()
         return None
@@ -331,7 +290,7 @@ class Journal(JournalState):
         asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
         for entry in asked:
             with contextlib.suppress(DamagedEntry, FileNotFoundError):  # FileNotFoundError: finished meanwhile
-                if self.result(entry) is None and self.keep_steps(entry) == keep_steps:
+                if self.result(entry) is None and self.requested_keep_steps(entry) == keep_steps:
                     return entry
         return None
 
@@ -495,8 +454,8 @@ class Journal(JournalState):
 
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
         # Ranks start at 1, because the training entry of the step has rank 0 and is processed first.
-        same = {entry for entry in self._known_entries() if entry.step == step}
-        earlier = same | self._known_rewinds() if kind == "rewind" else same  # a rewind ranks above all earlier entries
+        same = {entry for entry in self._all_entries() if entry.step == step}
+        earlier = same | self._all_rewinds() if kind == "rewind" else same  # a rewind ranks above all earlier entries
         rank = 1 + max((entry.rank for entry in earlier), default=0)
         entry = Entry(step, rank, kind, target)
         self._make_folders()

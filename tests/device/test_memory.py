@@ -25,7 +25,8 @@ from tiny_checkpoints import save_tiny
 
 from rlhf_triton.config import RunConfig
 from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory, gpu_bytes
-from rlhf_triton.store.journal import Heartbeat, Journal
+from rlhf_triton.store.heartbeat import Heartbeat
+from rlhf_triton.store.journal import Journal
 from rlhf_triton.tools import status
 from rlhf_triton.trainer.critic_update import UpdateReport
 from rlhf_triton.trainer.progress import SidecarProgress

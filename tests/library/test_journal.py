@@ -26,7 +26,8 @@ from triton_python_backend_utils import Request
 
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.critic_save import TritonPythonModel
-from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, Result
+from rlhf_triton.store.heartbeat import Heartbeat
+from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry, read_training_file
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
@@ -216,7 +217,7 @@ def test_entries_sort_by_step_and_rank(journal):
     names = [f"00000001.{what}" for what in ("train", *(f"save.{rank}" for rank in range(1, 12)), "rewind.12.1")]
     assert [entry.name for entry in journal.entries()] == names
     assert [Entry.parse(name) for name in names] == journal.entries()
-    assert journal.keep_steps(Entry(1, 2, "save")) == [1, 4]
+    assert journal.requested_keep_steps(Entry(1, 2, "save")) == [1, 4]
     assert Entry.parse("100000000.train") > Entry.parse("99999999.train")
 
 
@@ -550,7 +551,7 @@ def test_sender_header_decides_whether_a_request_is_served_after_a_rewind(model,
     with journal.lock():
         response = ask(model, sender, dummy_var=0, step=0, keep_steps=[3, 0])
         for entry in journal.entries():
-            assert journal.keep_steps(entry) == [0, 3]
+            assert journal.requested_keep_steps(entry) == [0, 3]
             journal.finish(entry, Result(entry=entry.name, weights_version=7))
         answer = response()
     if is_served:

@@ -31,7 +31,8 @@ from rlhf_triton.digests import json_digest
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import weights
 from rlhf_triton.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
-from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
+from rlhf_triton.store.heartbeat import Heartbeat
+from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
 from rlhf_triton.store.weights import (

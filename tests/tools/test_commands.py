@@ -24,7 +24,8 @@ from rlhf_triton.config import load_config
 from rlhf_triton.config.command_line import add_run_arguments
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import exclusive_lock, write_json
-from rlhf_triton.store.journal import Heartbeat, Journal
+from rlhf_triton.store.heartbeat import Heartbeat
+from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_run
 from rlhf_triton.store.weights import ServingRecord
 from rlhf_triton.tools import __main__ as program_module

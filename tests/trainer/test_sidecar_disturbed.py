@@ -36,7 +36,8 @@ import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import disk_errors, refusal
-from rlhf_triton.store.journal import Entry, Heartbeat, Journal, Result
+from rlhf_triton.store.heartbeat import Heartbeat
+from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import WeightsError, WeightsStore
