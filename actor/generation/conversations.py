@@ -24,7 +24,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
-from rlhf_triton.actor.generation.row_sources import ROW_STEP, NewRow, RowSource, SamplingJob
+from rlhf_triton.actor.generation.row_sources import Jobs, NewRow, RowId, SamplingJob
 from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
@@ -49,8 +49,8 @@ class _FinishedConversation:
     conversation: Conversation
 
 
-# A row before its next turn; a finished conversation; an error; None: from `wake`.
-Arrival = NewRow | _FinishedConversation | BaseException | None
+# A row and its tokens before the next turn; a finished conversation; an error; None: from `wake`.
+Arrival = tuple[RowId, Sequence[int]] | _FinishedConversation | BaseException | None
 
 
 @dataclass(kw_only=True)
@@ -291,44 +291,55 @@ def seed_of(seed: int, prompt: Prompt) -> int:
     return int(np.random.SeedSequence([seed, zlib.crc32(prompt.prompt_id.encode())]).generate_state(1)[0] >> 1)
 
 
-class ConversationSource(RowSource):
+class ConversationSource:
     """Conversations with environments, as the source of the decoder's rows."""
 
     def __init__(self, runner: ConversationRunner) -> None:
-        super().__init__()
         self.longest = runner.longest
+        self._jobs = Jobs()
         self._runner = runner
         self._loop = runner.loop
         self._lockstep = runner.lockstep
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        self._turns: dict[int, asyncio.Future[PolicyTurn]] = {}  # awaited turns by row number
+        self._turns: dict[RowId, asyncio.Future[PolicyTurn]] = {}  # awaited turns
         self._not_started = deque[int]()  # in this order they start, once there is room for their environments
         self._awaited = set[int]()
         self._tasks: dict[int, Future[None]] = {}
 
+    @property
+    def size(self) -> int:
+        """Number of unfinished conversations."""
+        return len(self._jobs)
+
     def add(self, job: SamplingJob) -> None:
         """Also start a conversation for each prompt of this job."""
-        prompts = self.number(job)
+        prompts = self._jobs.add(job)
         self._not_started += prompts
-        while self._not_started and len(self._places) - len(self._not_started) < MAX_INSTANCES:
+        while self._not_started and self.size - len(self._not_started) < MAX_INSTANCES:
             self._awaited.add(self._not_started.popleft())
         for number, prompt in prompts.items():
             conversation = self._run_conversation(self._runner, number, prompt, job.seed)
             self._tasks[number] = asyncio.run_coroutine_threadsafe(conversation, self._loop)
 
-    def deliver(self, index: int, turn: PolicyTurn) -> None:
+    def deliver(self, row: RowId, turn: PolicyTurn) -> None:
         """Hand a turn of the policy to its conversation; called by the decoding thread."""
 
         def set_turn() -> None:
-            waiting = self._turns.pop(index)
+            waiting = self._turns.pop(row)
             if not waiting.done():  # cancelled by `close`, or because an agent has disconnected
                 waiting.set_result(turn)
 
-        self._awaited.add(index % ROW_STEP)
+        self._awaited.add(row.conversation)
         self._loop.call_soon_threadsafe(set_turn)
 
     def next_rows(self, *, wait: bool) -> list[NewRow]:
-        """Return the rows that environments have answered, and report finished conversations; raises their errors."""
+        """Return the rows that environments have answered, and report finished conversations.
+
+        Raises the errors of conversations, and CancelledError after `close`.
+
+        Args:
+            wait: wait until there is a row, or until `wake`.
+        """
         ready: list[NewRow] = []
         while self.size:
             try:
@@ -344,32 +355,33 @@ class ConversationSource(RowSource):
                 self._awaited |= {self._not_started.popleft()} if self._not_started else set()
                 del self._tasks[arrival.number]
                 ready = self._without(arrival.number, ready)
-                self.finish(arrival.number, arrival.conversation)
+                self._jobs.finish(arrival.number, arrival.conversation)
                 continue
-            ready.append(arrival)
-            self._awaited.discard(arrival[0] % ROW_STEP)
-        return sorted(ready, key=lambda row: row[0]) if self._lockstep else ready
+            row = self._jobs.new_row(*arrival)
+            ready.append(row)
+            self._awaited.discard(row.id.conversation)
+        return sorted(ready, key=lambda row: row.id) if self._lockstep else ready
 
     def _without(self, number: int, ready: Sequence[NewRow]) -> list[NewRow]:
         """Return the rows of other conversations; cancel the calls that an agent has left open."""
-        left = [row for row, _ in ready if row % ROW_STEP == number]
+        left = [row.id for row in ready if row.id.conversation == number]
         self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in left])
-        return [item for item in ready if item[0] % ROW_STEP != number]
+        return [row for row in ready if row.id.conversation != number]
 
     def wake(self) -> None:
         """End the wait of another thread in `next_rows`."""
         self._arrivals.put(None)
 
     def close(self) -> None:
-        """Cancel the unfinished conversations and their environments; `next_rows` then raises CancelledError."""
+        """Cancel the unfinished conversations and their environments."""
         for task in [*self._tasks.values()]:
             task.cancel()
         with contextlib.suppress(RuntimeError):  # the loop is closed, because the environments have ended
             self._loop.call_soon_threadsafe(lambda: [turn.cancel() for turn in self._turns.values()])  # for agents
         self._arrivals.put(asyncio.CancelledError())
 
-    async def sample_turn(self, row: int, tokens: Sequence[int]) -> PolicyTurn:
-        """Wait for the policy's next turn in row `row`, which has the tokens `tokens` so far, and return it."""
+    async def sample_turn(self, row: RowId, tokens: Sequence[int]) -> PolicyTurn:
+        """Wait for the policy's next turn in a row, which has the tokens `tokens` so far, and return it."""
         turn = self._turns[row] = self._loop.create_future()
         self._arrivals.put((row, tokens))
         return await turn
@@ -399,9 +411,9 @@ class ConversationSource(RowSource):
 class ConversationRows:
     """Samples the policy's turns in the rows of one conversation."""
 
-    def __init__(self, source: ConversationSource, index: int) -> None:
+    def __init__(self, source: ConversationSource, conversation: int) -> None:
         self._source = source
-        self._row = index
+        self._row = RowId(0, conversation)
         self.failure = ""
         """Why a turn could not be sampled; empty if none has failed."""
         self._num_waiting = 0  # turns that the policy is sampling
@@ -437,4 +449,4 @@ class ConversationRows:
 
     def start_row(self) -> None:
         """Start a new row; later turns are sampled in it."""
-        self._row += ROW_STEP
+        self._row = RowId(self._row.number + 1, self._row.conversation)

@@ -17,8 +17,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
-from rlhf_triton.actor.generation.generation import Generation
-from rlhf_triton.actor.generation.row_sources import IsPaused, PromptSource, RowSource, SamplingJob
+from rlhf_triton.actor.generation.generation import Generation, JobSource
+from rlhf_triton.actor.generation.row_sources import IsPaused, PromptSource, RowId, RowSource, SamplingJob
 from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler, decoded_rows
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
@@ -74,7 +74,7 @@ class LocalGeneration(Generation):
         self._adding = threading.Lock()
         self._jobs: list[SamplingJob] = []  # with unfinished conversations
         self._added: queue.SimpleQueue[SamplingJob] = queue.SimpleQueue()  # not in `_row_source` yet
-        self._row_source: RowSource | None = None  # from the first row of the jobs to the end of all of them
+        self._row_source: JobSource | None = None  # from the first row of the jobs to the end of all of them
         self._decoder: Decoder | None = None
         self._waiting_rows: list[DecodedRow] = []  # for transformers' `generate`
 
@@ -149,7 +149,7 @@ class LocalGeneration(Generation):
         if not source.size:
             self._end()
 
-    def _open_row_source(self) -> RowSource:
+    def _open_row_source(self) -> JobSource:
         """Create the source of the decoder's rows for all jobs."""
         source = self._new_source()
         with self._adding:
@@ -241,9 +241,9 @@ class LocalGeneration(Generation):
         distributions: list[list[Tensor]] = [[] for _ in starts]
         responses: dict[int, list[int]] = {}
 
-        def watch(indices: list[int], logits: Tensor) -> None:
-            for index, probabilities in zip(indices, logits.softmax(-1), strict=True):
-                distributions[index].append(probabilities)
+        def watch(rows: list[RowId], logits: Tensor) -> None:
+            for row, probabilities in zip(rows, logits.softmax(-1), strict=True):
+                distributions[row.conversation].append(probabilities)
 
         settings = SamplingSettings(
             max_new_tokens=min(PROOF_TOKENS, self._settings.max_new_tokens), eos_ids=[], banned_ids=self._banned_ids
@@ -273,14 +273,14 @@ class LocalGeneration(Generation):
         while source.size and not is_paused():
             if not self._waiting_rows:
                 new_rows = decoded_rows(source, wait=True)
-                self._waiting_rows = sorted(new_rows, key=lambda row: (-len(row.tokens), row.index))
+                self._waiting_rows = sorted(new_rows, key=lambda row: (-len(row.tokens), row.id))
             batch = self._waiting_rows[:size]
             self._waiting_rows = self._waiting_rows[size:]
             if not batch:  # woken
                 continue
             self._transformers_turns(batch, source.longest)
             for row in batch:
-                source.deliver(row.index, row.turn(self._sampling_settings()))
+                source.deliver(row.id, row.turn(self._sampling_settings()))
 
     def _transformers_turns(self, rows: list[DecodedRow], longest: int) -> None:
         """Sample the next turn of each row with transformers' `generate`; the first row must be the longest."""

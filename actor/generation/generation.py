@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
-from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, PromptSource, RowSource, SamplingJob
+from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, PromptSource, SamplingJob
 from rlhf_triton.config import GenerationSection
+
+JobSource = PromptSource | ConversationSource
 
 
 class Generation(ABC):
@@ -48,7 +50,7 @@ class Generation(ABC):
             if self.has_jobs:
                 self.abandon()
 
-    def _new_source(self) -> RowSource:
+    def _new_source(self) -> JobSource:
         """Return a source of rows, prompts or conversations with environments, without jobs."""
         if self.runner is not None:
             return ConversationSource(self.runner)

@@ -1,8 +1,8 @@
 """Where the rows that an engine decodes come from: jobs of prompts, with one response or a conversation for each."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -10,11 +10,29 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Conversation, row_of_response
 
-ROW_STEP = 1 << 32  # difference between the numbers of a conversation's rows; the first number is the conversation's
+ROW_STEP = 1 << 32  # difference between the numbers that seed two consecutive rows of a conversation
 DRAWN_AT_ONCE = 64
 Finished = Callable[[int, Conversation], None]
 IsPaused = Callable[[], bool]
-NewRow = tuple[int, Sequence[int]]  # number of a row, and its tokens so far
+
+
+class RowId(NamedTuple):
+    """Names a row of a source; later rows of conversations sort behind the first rows."""
+
+    number: int  # position in the conversation
+    conversation: int  # conversations are numbered in the order in which jobs are added
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRow:
+    """A row in which the policy has the next turn."""
+
+    id: RowId
+    tokens: Sequence[int]  # tokens so far
+    order: int  # number of its job
+    index: int  # the prompt's position in the job
+    seed: tuple[int, int]  # the job's seed, and a number that differs for each row of the job
+    draws: Iterator[float] | None  # uniform numbers for the tokens of all of its turns; None if greedy
 
 
 @dataclass
@@ -32,6 +50,23 @@ class SamplingJob:
         self.finished(index, conversation)
 
 
+class RowSource(Protocol):
+    """Supplies the decoder with rows in which the policy has the next turn, and receives the sampled turns."""
+
+    longest: int
+    """Maximum tokens of a row."""
+
+    @property
+    def size(self) -> int:
+        """Number of unfinished conversations, which normally bounds the number of rows in decoding."""
+
+    def next_rows(self, *, wait: bool) -> list[NewRow]:
+        """Return each new row that needs a turn of the policy; with `wait`, wait until there is one."""
+
+    def deliver(self, row: RowId, turn: PolicyTurn) -> None:
+        """Receive the sampled turn of a row; must not block."""
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a conversation belongs."""
@@ -39,52 +74,21 @@ class _Place:
     order: int  # number of its job
     job: SamplingJob
     index: int  # the prompt's position in the job
-    draws: dict[int, Iterator[float]] = field(default_factory=dict)  # by row
+    draws: dict[int, Iterator[float]] = field(default_factory=dict)  # by number of the row
 
 
-class RowSource(ABC):
-    """Supplies the decoder with rows in which the policy has the next turn, and receives the sampled turns.
-
-    A conversation's first row is numbered in the order in which jobs are added.
-    """
-
-    longest = 0
-    """Maximum tokens of a row."""
+class Jobs:
+    """The unfinished conversations of a source, with their jobs."""
 
     def __init__(self) -> None:
         self._places: dict[int, _Place] = {}  # by conversation
         self._num_jobs = 0
         self._num_conversations = 0
 
-    @property
-    def size(self) -> int:
-        """Number of unfinished conversations, which normally bounds the number of rows in decoding."""
+    def __len__(self) -> int:
         return len(self._places)
 
-    @abstractmethod
-    def add(self, job: SamplingJob) -> None:
-        """Also supply the rows of this job, after those of earlier ones."""
-
-    @abstractmethod
-    def deliver(self, index: int, turn: PolicyTurn) -> None:
-        """Receive the sampled turn of row `index`; must not block."""
-
-    @abstractmethod
-    def next_rows(self, *, wait: bool) -> list[NewRow]:
-        """Return each new row that needs a turn of the policy.
-
-        With `wait`, wait until there is one, or until `wake` is called.
-        """
-
-    @abstractmethod
-    def wake(self) -> None:
-        """End the wait of another thread in `next_rows`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Abandon unfinished conversations; `next_rows` then raises CancelledError."""
-
-    def number(self, job: SamplingJob) -> dict[int, Prompt]:
+    def add(self, job: SamplingJob) -> dict[int, Prompt]:
         """Return the prompts of a new job by the numbers of their conversations."""
         first = self._num_conversations
         for conversation, index in enumerate(job.prompts, first):
@@ -93,19 +97,17 @@ class RowSource(ABC):
         self._num_conversations += len(job.prompts)
         return dict(enumerate(job.prompts.values(), first))
 
-    def order(self, row: int) -> int:
-        """Return the number of the row's job."""
-        return self._places[row % ROW_STEP].order
+    def prompt(self, conversation: int) -> Prompt:
+        """Return the prompt of a conversation."""
+        place = self._places[conversation]
+        return place.job.prompts[place.index]
 
-    def seed_of(self, row: int) -> tuple[int, int]:
-        """Return the seed of the row's job, and the row's number within the job."""
-        place = self._places[row % ROW_STEP]
-        return place.job.seed, place.index + row - row % ROW_STEP
-
-    def draws(self, row: int) -> Iterator[float] | None:
-        """Return the iterator over the draws of a row's tokens, which its later turns continue; None if greedy."""
-        place = self._places[row % ROW_STEP]
-        return None if place.job.greedy else place.draws.setdefault(row, uniform_draws(*self.seed_of(row)))
+    def new_row(self, row: RowId, tokens: Sequence[int]) -> NewRow:
+        """Return a row with its seed, and with draws that continue those of its earlier turns."""
+        place = self._places[row.conversation]
+        seed = (place.job.seed, place.index + row.number * ROW_STEP)
+        draws = None if place.job.greedy else place.draws.setdefault(row.number, uniform_draws(*seed))
+        return NewRow(id=row, tokens=tokens, order=place.order, index=place.index, seed=seed, draws=draws)
 
     def finish(self, number: int, conversation: Conversation) -> None:
         """Report a conversation that has ended."""
@@ -113,24 +115,32 @@ class RowSource(ABC):
         place.job.finish(place.index, conversation)
 
 
-class PromptSource(RowSource):
+class PromptSource:
     """Prompts with one response each."""
 
     def __init__(self, *, max_new_tokens: int) -> None:
-        super().__init__()
+        self.longest = 0
         self._max_new_tokens = max_new_tokens
+        self._jobs = Jobs()
         self._waiting: list[NewRow] = []
 
+    @property
+    def size(self) -> int:
+        """Number of prompts without a response."""
+        return len(self._jobs)
+
     def add(self, job: SamplingJob) -> None:
-        prompts = self.number(job)
-        self._waiting += [(number, prompt.tokens.tolist()) for number, prompt in prompts.items()]
+        """Also supply the rows of this job, after those of earlier ones."""
+        prompts = self._jobs.add(job)
+        self._waiting += [self._jobs.new_row(RowId(0, i), prompt.tokens.tolist()) for i, prompt in prompts.items()]
         self.longest = max([self.longest, *(len(p.tokens) + self._max_new_tokens for p in prompts.values())])
 
-    def deliver(self, index: int, turn: PolicyTurn) -> None:
-        place = self._places[index]
-        self.finish(index, (row_of_response(place.job.prompts[place.index], turn),))
+    def deliver(self, row: RowId, turn: PolicyTurn) -> None:
+        """Finish the row's conversation with this response."""
+        self._jobs.finish(row.conversation, (row_of_response(self._jobs.prompt(row.conversation), turn),))
 
     def next_rows(self, *, wait: bool) -> list[NewRow]:
+        """Return the rows of new jobs; never waits."""
         waiting = self._waiting
         self._waiting = []
         return waiting

@@ -22,7 +22,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from rlhf_triton.actor.data.recorded import PolicyTurn, Version
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
-from rlhf_triton.actor.generation.row_sources import IsPaused, RowSource
+from rlhf_triton.actor.generation.row_sources import IsPaused, RowId, RowSource
 from rlhf_triton.actor.generation.shared_prompts import find_distinct
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.gpu import to_device
@@ -31,7 +31,7 @@ from rlhf_triton.models.gpu import to_device
 REFILL_SHARE = 4
 
 
-Watch = Callable[[list[int], Tensor], None]
+Watch = Callable[[list[RowId], Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class SamplingSettings:
 class DecodedRow:
     """A row in decoding: a prompt with the response so far, or a conversation with the turn so far."""
 
-    index: int  # number of the row
+    id: RowId
     tokens: list[int]  # tokens before the turn, and the turn's tokens
     turn_start: int  # index of the turn's first token
     draws: Iterator[float] | None  # a uniform number for each sampled token; None: take the most likely token
@@ -85,14 +85,8 @@ class DecodedRow:
 def decoded_rows(source: RowSource, *, wait: bool) -> list[DecodedRow]:
     """Return the rows from `source.next_rows`, whose turns have not begun."""
     return [
-        DecodedRow(
-            index=index,
-            tokens=[*tokens],
-            turn_start=len(tokens),
-            draws=source.draws(index),
-            order=source.order(index),
-        )
-        for index, tokens in source.next_rows(wait=wait)
+        DecodedRow(id=row.id, tokens=[*row.tokens], turn_start=len(row.tokens), draws=row.draws, order=row.order)
+        for row in source.next_rows(wait=wait)
     ]
 
 
@@ -100,7 +94,7 @@ class TokenSampler:
     """Draws the next token of each row under `SamplingSettings`."""
 
     def __init__(self, settings: SamplingSettings, device: torch.device, watch: Watch = lambda *_: None) -> None:
-        """`watch`: called with row indices and their next-token logits `[rows, V]` (banned tokens: -inf)."""
+        """`watch`: called with rows and their next-token logits `[rows, V]` (banned tokens: -inf)."""
         self._settings = settings
         self._watch = watch
         self._warpers = warpers_of(settings)
@@ -123,7 +117,7 @@ class TokenSampler:
         """
         settings = self._settings
         logits.index_fill_(1, self._banned, -torch.inf)
-        self._watch([row.index for row in rows], logits)
+        self._watch([row.id for row in rows], logits)
         scaled = logits if settings.temperature == 1.0 else logits / settings.temperature
         normaliser = scaled.logsumexp(-1)
         allowed = logits
@@ -168,7 +162,7 @@ class Decoder:
         """
         Args:
             token_budget: maximum tokens of one forward pass over prompts, padding included; a longer one runs alone.
-            watch: called with row indices and their next-token logits `[rows, V]` (banned tokens: -inf).
+            watch: called with rows and their next-token logits `[rows, V]` (banned tokens: -inf).
         """
         self._model = model
         self._settings = settings
@@ -205,7 +199,7 @@ class Decoder:
             self._waiting += new_rows
             self._resize(row_source)
             # Longest first: rows that join later mostly fit into the columns left of `end`, and padding stays small.
-            self._waiting.sort(key=lambda row: (row.order, -len(row.tokens), row.index))
+            self._waiting.sort(key=lambda row: (row.order, -len(row.tokens), row.id))
             free = self._cache.rows - len(self._rows)
             if self._waiting and free and (not self._rows or free >= self._cache.rows // REFILL_SHARE):
                 self._prefill(self._next_prompts(free))
@@ -308,7 +302,7 @@ class Decoder:
             last = len(self._rows) - 1
             if not row.is_over(self._settings, self._longest):
                 continue
-            row_source.deliver(row.index, row.turn(self._settings))
+            row_source.deliver(row.id, row.turn(self._settings))
             if i < last:
                 self._cache.copy_rows([last], i, self._rows[last].first_column, self._end)
             self._rows[i] = self._rows[last]

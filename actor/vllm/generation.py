@@ -14,8 +14,8 @@ import numpy as np
 
 from rlhf_triton.actor.data.compute import cancel_all
 from rlhf_triton.actor.data.recorded import PolicyTurn
-from rlhf_triton.actor.generation.generation import Generation
-from rlhf_triton.actor.generation.row_sources import ROW_STEP, IsPaused, RowSource, SamplingJob
+from rlhf_triton.actor.generation.generation import Generation, JobSource
+from rlhf_triton.actor.generation.row_sources import IsPaused, NewRow, RowId, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
 from rlhf_triton.client.errors import ResponseLost
@@ -61,7 +61,7 @@ class VllmGeneration(Generation):
         self._serving: list[Future[None]] = []  # each ends when there are no jobs
         self._is_serving = False
         self._wake_loop: Callable[[], None] = lambda: None
-        self._sources: set[RowSource] = set()
+        self._sources: set[JobSource] = set()
         self._connections: list[VllmConnection] = []
         self._is_closed = False
         self._is_dropping = False
@@ -186,22 +186,22 @@ class VllmGeneration(Generation):
         greedy = job.greedy
         row_source.add(job)
         self._sources.add(row_source)
-        turns: dict[int, int] = collections.Counter()
+        turns: dict[RowId, int] = collections.Counter()
 
-        async def respond(row: int, tokens: Sequence[int], seed: int, number: int) -> None:
-            left = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
-            own_seed = [seed, number, *([turns[row]] if turns[row] else ())]
+        async def respond(row: NewRow) -> None:
+            left = min(self._settings.max_new_tokens, row_source.longest - len(row.tokens))
+            own_seed = [*row.seed, *([turns[row.id]] if turns[row.id] else ())]
             sampling = self._sampling_parameters(own_seed, left, greedy=greedy)
-            turns[row] += 1
+            turns[row.id] += 1
             # The turns of a conversation go to the same server, which has the tokens before them in its cache.
-            session = None if self.runner is None else f"{seed}.{number % ROW_STEP}"
+            session = None if self.runner is None else f"{job.seed}.{row.index}"
             async with limit:
                 attempts = Attempts(MODEL, self._client, self._budget, repeats_late=False, session=session)
                 try:
-                    turn = await pool.answer(attempts, lambda connection: connection.generate(tokens, sampling))
+                    turn = await pool.answer(attempts, lambda connection: connection.generate(row.tokens, sampling))
                 except ResponseLost as error:  # only this response fails: counted and masked, and the run continues
                     turn = PolicyTurn([], ended=False, logprobs=[], versions=[], error=str(error))
-            row_source.deliver(row, self._check_turn(turn))
+            row_source.deliver(row.id, self._check_turn(turn))
 
         responses: set[asyncio.Task[None]] = set()
         try:
@@ -214,8 +214,7 @@ class VllmGeneration(Generation):
                 if arriving.done():
                     if not (new_rows := arriving.result()):
                         break
-                    # Their seeds first: an agent may end its conversation before its call is answered.
-                    responses |= {asyncio.create_task(respond(*row, *row_source.seed_of(row[0]))) for row in new_rows}
+                    responses |= {asyncio.create_task(respond(row)) for row in new_rows}
                     arriving = asyncio.create_task(asyncio.to_thread(row_source.next_rows, wait=True))
             await asyncio.gather(*responses)
         finally:

@@ -407,9 +407,9 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
     source = ConversationSource(agent)
     source.add(SamplingJob({0: PROMPT}, lambda index, found: done.update({index: found}), seed=1))
     while not done:
-        for row, _ in source.next_rows(wait=True):
+        for row in source.next_rows(wait=True):
             reply = [*ids("<|extra|>"), EOS]
-            source.deliver(row, PolicyTurn(reply, True, [-1.0] * len(reply)))
+            source.deliver(row.id, PolicyTurn(reply, True, [-1.0] * len(reply)))
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
@@ -555,7 +555,7 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents, model):
     agent = agents("Countdown")
     source = ConversationSource(agent)
     source.add(SamplingJob({0: prompts_of(1)[0]}, lambda *_: None, seed=0))
-    assert source.next_rows(wait=True)[0][0] == 0
+    assert source.next_rows(wait=True)[0].id == (0, 0)
     threading.Timer(0.1, source.close).start()
     with pytest.raises(asyncio.CancelledError):
         source.next_rows(wait=True)

@@ -23,7 +23,7 @@ from rlhf_triton.actor.data.rollout_rows import PolicyTurn, padded, row_of_respo
 from rlhf_triton.actor.generation import shared_prompts
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.generation.engine import LocalGeneration
-from rlhf_triton.actor.generation.row_sources import PromptSource, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.row_sources import NewRow, PromptSource, RowId, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
@@ -109,7 +109,8 @@ def asking(prompts, found, draws, *, most):
         found[index] = responses([*conversation])[0]
 
     source = PromptSource(max_new_tokens=most)
-    source.draws = draws  # type: ignore[method-assign]
+    next_rows = source.next_rows
+    source.next_rows = lambda **wait: [replace(row, draws=draws(row.index)) for row in next_rows(**wait)]
     source.add(SamplingJob({i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}, finished, seed=0))
     return source
 
@@ -203,12 +204,10 @@ class Talk:
         self._late = []
         self._now = [*self.rows]
         self.answered = 0
-        self.draws = functools.cache(functools.partial(uniform_draws, seed))
+        self._draws = functools.cache(functools.partial(uniform_draws, seed))
 
-    def order(self, row):
-        return 0
-
-    def deliver(self, index, turn):
+    def deliver(self, row, turn):
+        index = row.conversation
         parts = self.rows[index]
         assert len(turn.logprobs) == len(turn.tokens)
         parts.append(turn.tokens)
@@ -226,7 +225,13 @@ class Talk:
         if (wait and not found) or self._rng.random() < 0.1:
             found = found + self._late
             self._late = []
-        return [(index, [*itertools.chain(*self.rows[index])]) for index in found]
+        return [self._row(index) for index in found]
+
+    def _row(self, index):
+        tokens = [*itertools.chain(*self.rows[index])]
+        return NewRow(
+            id=RowId(0, index), tokens=tokens, order=0, index=index, seed=(0, index), draws=self._draws(index)
+        )
 
 
 def one_response(decoder, tokens, draws, most):
