@@ -67,6 +67,7 @@ class LocalGeneration(Generation):
             "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
         )
         """How many responses fit into the GPU's memory at the same time."""
+        self.halvings.append(self.memory)
         # On a CPU, merging would cost more than the few kernels that it saves.
         self._merges = model is not None and model.device.type != "cpu"
         self.uses_slots: bool | None = None

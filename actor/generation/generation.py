@@ -7,6 +7,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
 from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, PromptSource, SamplingJob
 from rlhf_triton.config import GenerationSection
+from rlhf_triton.models.out_of_memory import MemoryBudget
 
 JobSource = PromptSource | ConversationSource
 
@@ -23,6 +24,8 @@ class Generation(ABC):
         self._banned_ids = banned_ids
         self.runner: ConversationRunner | None = None
         """Runs conversations with environments; None: every prompt has one response."""
+        self.halvings: list[MemoryBudget] = []
+        """Batch sizes that are halved when the GPU is out of memory."""
         self.version = 0
         """Version of the model's weights: the last step whose update they contain."""
 

@@ -38,7 +38,7 @@ from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
-from rlhf_triton.config import ActorSection
+from rlhf_triton.config import ActorSection, GenerationSection
 from rlhf_triton.models.adapters import MergedWeights
 from rlhf_triton.models.gpu import GpuStream, to_device
 from rlhf_triton.models.inspections import skip_inspections
@@ -56,11 +56,28 @@ PROOF_ROWS = 16  # rows of the first rollout on which generation's and a forward
 MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
 
 
+def local_generation(policy: Policy, settings: GenerationSection) -> Generation:
+    """Return generation in this process."""
+    return LocalGeneration(
+        policy.causal(policy.sampler),
+        policy.tokenizer,
+        settings,
+        eos_ids=policy.eos_ids,
+        pad_id=policy.pad_id,
+        banned_ids=policy.banned_ids,
+        token_budget=policy.settings.token_budget,
+    )
+
+
 class Policy:
     """The trained model, its frozen initial copy (the reference) and its optimizer, seen from one rank."""
 
     def __init__(
-        self, actor: ActorSection, ranks: AnyRanks = ALONE, longest_row: tuple[int, str] | None = None
+        self,
+        actor: ActorSection,
+        ranks: AnyRanks = ALONE,
+        longest_row: tuple[int, str] | None = None,
+        make_generation: Callable[[Policy, GenerationSection], Generation] = local_generation,
     ) -> None:
         """Load the policy, which must be the same on all ranks.
 
@@ -69,12 +86,12 @@ class Policy:
 
         Args:
             longest_row: maximum tokens of a row, and the settings that define it; default: from `actor`.
+            make_generation: creates what generates responses with this policy.
 
         Raises:
             CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
         settings = actor.policy
-        generation = actor.generation
         folder = settings.model
         check_language_model(folder)
         check_lora_targets(settings)
@@ -83,7 +100,7 @@ class Policy:
         self._samplers = OtherSamplers(ranks) if ranks.shards else None
         self._jobs = deque[SamplingJob]()  # on several ranks
         self._responding = threading.Lock()  # held by the thread that generates on ranks other than 0
-        self.temperature = generation.temperature
+        self.temperature = actor.generation.temperature
         self.tokenizer = load_tokenizer(folder)
         model = load_model(settings, as_stored=ranks.size > 1)
         check_positions(model, folder, *(longest_row or actor.longest_row))
@@ -118,21 +135,9 @@ class Policy:
                 "generation config names",
                 self.tokenizer.convert_ids_to_tokens(special.template_end),
             )
-        decoding = LocalGeneration(
-            self.causal(self.sampler),
-            self.tokenizer,
-            generation,
-            eos_ids=self.eos_ids,
-            pad_id=self.pad_id,
-            banned_ids=self.banned_ids,
-            token_budget=settings.token_budget,
-        )
         self.trained = TrainedModel(
             causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
         )
-        self.generation: Generation = decoding
-        self.halvings = [decoding.memory, self.trained.memory]
-        """Batch sizes of generation and training, which are halved when the GPU is out of memory."""
         with in_float32(self.causal(self.sampler)):
             self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not support.
@@ -147,6 +152,9 @@ class Policy:
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
+        self.generation = make_generation(self, actor.generation)
+        self.halvings = [*self.generation.halvings, self.trained.memory]
+        """Batch sizes of generation and training, which are halved when the GPU is out of memory."""
 
     @property
     def operations(self) -> dict[str, Callable[..., object]]:

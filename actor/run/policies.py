@@ -9,9 +9,10 @@ import torch
 
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.generation.conversations import ConversationRunner
-from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.generation.generation import Generation
+from rlhf_triton.actor.policy.policy import Policy, local_generation
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
+from rlhf_triton.config import ConfigError, EnvironmentSection, GenerationSection, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.gpu import use_gpu
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, RankLost, Ranks
@@ -23,24 +24,31 @@ def make_policy(config: RunConfig, method: Method, ranks: AnyRanks = ALONE) -> t
     """Load the policy of a run; return it and its update."""
     actor = config.actor
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, but equal on all ranks
-    policy = Policy(actor, ranks, config.longest_row)
-    if actor.generation.engine == "vllm":
+    policy = Policy(actor, ranks, config.longest_row, functools.partial(_make_generation, config))
+    return policy, PolicyUpdate(actor, policy, method)
+
+
+def _make_generation(config: RunConfig, policy: Policy, settings: GenerationSection) -> Generation:
+    """Create the engine that generates the responses of a run, and its environments if it has any; collective."""
+    if settings.engine == "vllm":
         from rlhf_triton.actor.vllm.generation import VllmGeneration  # deferred: HTTP
 
-        policy.generation = VllmGeneration(config, policy)
+        generation: Generation = VllmGeneration(config, policy)
+    else:
+        generation = local_generation(policy, settings)
     if config.environment is not None:
         make_runner = functools.partial(
             _runner_class(config.environment),
             config.environment,
             policy.tokenizer,
-            max_prompt_tokens=actor.prompts.max_tokens,
+            max_prompt_tokens=config.actor.prompts.max_tokens,
             vocab_size=policy.vocab_size,
             lockstep=config.run.deterministic,
             hidden_variables=config.hidden_variables(config.environment.options),
-            stop_strings=actor.generation.stop_strings,
+            stop_strings=settings.stop_strings,
         )
-        policy.generation.runner = ranks.run_on_all_ranks(make_runner)
-    return policy, PolicyUpdate(actor, policy, method)
+        generation.runner = policy.ranks.run_on_all_ranks(make_runner)
+    return generation
 
 
 def _runner_class(environment: EnvironmentSection) -> type[ConversationRunner]:

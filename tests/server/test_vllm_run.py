@@ -25,9 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import padded, rows_of
 from rlhf_triton.actor.generation.conversations import ConversationRunner
-from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import SamplingJob
-from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.policy.policy import Policy, local_generation
 from rlhf_triton.actor.vllm.generation import VllmGeneration
 from rlhf_triton.config import EnvironmentSection, RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
@@ -136,14 +135,17 @@ def served(config, monkeypatch):
         server.stop()
 
 
+def vllm_policy(config, **options):
+    return Policy(config.actor, make_generation=lambda policy, _: VllmGeneration(config, policy), **options)
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["all weights", "adapters"])
 def test_vllm_generates_with_the_weights_of_the_policy(tmp_path, models, vllm, lora_rank, monkeypatch):
     """Greedy responses of three versions differ, and equal the actor's own decoder's, also at stop strings."""
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy(config.actor)
-        own = policy.generation
-        policy.generation = VllmGeneration(config, policy)
+        policy = vllm_policy(config)
+        own = local_generation(policy, config.actor.generation)
         seen = []
         for _ in range(3):
             policy.renew_sampler()
@@ -170,8 +172,7 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
     data["actor"] |= {**ahead, "prompts": {**data["actor"]["prompts"], "max_tokens": 8}}
     data["actor"]["generation"]["max_new_tokens"] = 56
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy(config.actor)
-        policy.generation = VllmGeneration(config, policy)
+        policy = vllm_policy(config)
         found = []
         weights = []
         job = SamplingJob(dict(enumerate([*PROMPTS] * 50)), lambda _, rows: found.extend(rows), seed=3)
@@ -203,8 +204,7 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
 
 def stops_as_our_own(data, config, policy):
     """Check that greedy responses end at the same stop strings, and not within `min_new_tokens`."""
-    rest = {"eos_ids": policy.eos_ids, "pad_id": policy.pad_id, "banned_ids": policy.banned_ids}
-    own = functools.partial(LocalGeneration, policy.causal(policy.sampler), policy.tokenizer, **rest)
+    own = functools.partial(local_generation, policy)
     whole = responses(own(config.actor.generation.model_copy(update={"engine": "slots"})))
     words = sorted({policy.tokenizer.decode([tokens[3]]) for tokens, _ in whole.values() if len(tokens) > 4})
     data["actor"]["generation"] |= {"stop_strings": words, "min_new_tokens": 2}
@@ -223,8 +223,7 @@ def test_vllm_samples_conversations_turn_by_turn(tmp_path, models, vllm, monkeyp
     data["actor"]["generation"]["stop_strings"] = ["e"]
     environment = EnvironmentSection.model_validate({"class": f"{CLASSES}:Countdown", "max_tokens": 120})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy(config.actor, longest_row=(120, ""))
-        policy.generation = VllmGeneration(config, policy)
+        policy = vllm_policy(config, longest_row=(120, ""))
         policy.generation.runner = ConversationRunner(environment, policy.tokenizer, max_prompt_tokens=60)
         try:
             policy.renew_sampler()

@@ -40,8 +40,8 @@ class VllmSetup:
             "client": {"max_outage_s": 120, **changes},
         }
         self.config = RunConfig.model_validate({"run": {"dir": str(folder)}, "actor": actor})
-        self.policy = Policy(self.config.actor)
-        self.generation = self.policy.generation = VllmGeneration(self.config, self.policy)
+        self.policy = Policy(self.config.actor, make_generation=lambda policy, _: VllmGeneration(self.config, policy))
+        self.generation = self.policy.generation
         self.policy.renew_sampler()
 
     def update(self) -> None:
