@@ -29,6 +29,7 @@ from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.config.rewards import MODEL_TERM, RewardTerm, text_parameters
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import with_absolute_path
+from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.served_rewards import (
     SCORED,
@@ -230,7 +231,7 @@ def _reward_parameters(config: RunConfig, place: PathForm) -> dict[str, str]:
     with _named("reward.model"):
         weights = attribute_weights(section)
     if section.store:
-        kept = {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": "swap"}
+        kept = {**_store_parameters(config.run.reward_weights_dir, place), "reload": "swap"}
     else:
         kept = {contract.CHECKPOINT_FINGERPRINT: _model_fingerprint("reward", section.model)}
     return {
@@ -304,7 +305,7 @@ def _critic(config: RunConfig, place: PathForm, render: Render) -> dict[str, str
     }
     parameters = {
         **_scoring_parameters(config.critic, config, place),
-        contract.STORE: weights,
+        **_store_parameters(config.run.weights_dir, place),
         "reload": config.critic.reload,
     }
     return {
@@ -443,6 +444,10 @@ def _scoring_parameters(section: ModelSection, config: RunConfig, place: PathFor
         "max_request_tokens": str(config.server.max_request_tokens),
         "tokenizer_fingerprint": _fingerprints(section.model)["tokenizer_fingerprint"],
     }
+
+
+def _store_parameters(root: Path, place: PathForm) -> dict[str, str]:
+    return {contract.STORE: str(place(root)), contract.STORE_ID: WeightsStore(root).identity}
 
 
 def _threads(section: ModelSection, config: RunConfig) -> str:

@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from rlhf_triton.client.errors import AttemptFailed, Kind
 from rlhf_triton.client.retry import HINT
 from rlhf_triton.client.served import Expected, ServedModel, served_model
-from rlhf_triton.wire.contract import Arrays
+from rlhf_triton.wire.contract import STORE_ID, Arrays
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -72,7 +72,7 @@ class HTTPConnection:
         self._expected = expected
         self._declared = declared
         self._difference = ""
-        self._num_connected = self._num_checked = 0  # connections made so far, and before the last check
+        self._checked: set[str] = set()  # models checked since the last connection was made
         self._checking = asyncio.Lock()
         limit = max_in_flight + MORE_CONNECTIONS
         # No connection timeout here: `answer` sets the only deadline.
@@ -111,11 +111,12 @@ class HTTPConnection:
             headers=dict(message.headers),  # the client library modifies the dictionary
             parameters=message.parameters,
         )
-        if self._is_checked(message.model) and self._num_checked < self._num_connected:
+        if self._unchecked:  # of all models, because an ensemble does not declare what its models do
             async with self._checking:
-                if self._num_checked < (connected := self._num_connected):
-                    await self.describe(message.model)
-                    self._num_checked = connected
+                for model in self._unchecked:
+                    checked = self._checked
+                    await self.describe(model)
+                    checked.add(model)
         return {name: answer.as_numpy(name) for name in message.outputs}
 
     async def describe(self, model: str) -> ServedModel:
@@ -133,9 +134,12 @@ class HTTPConnection:
             self._declared[model] = served
             return served
         found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
-        difference = f"{model} has {different[0]} {found}, but {wanted} is expected; start both from the same YAML"
+        remedy = "start both from the same YAML"
+        if different[0] == STORE_ID:
+            remedy = "put run.dir, which has the weights store, on a volume that all servers share"
+        difference = f"{model} has {different[0]} {found}, but {wanted} is expected; {remedy}"
         if difference != self._difference:
-            logger.warning("%s gets no requests: %s; serve it with the same configuration", self._url, difference)
+            logger.warning("%s gets no requests: %s", self._url, difference)
         self._difference = difference
         raise AttemptFailed(Kind.DIFFERENT, "serves another configuration", difference)
 
@@ -143,17 +147,22 @@ class HTTPConnection:
         """Return why the model is not ready, or None. Raises AttemptFailed, also if its parameters are unexpected."""
         if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"
-        if self._is_checked(model):
+        if model in self._compared:
             await self.answer(lambda this: this.describe(model), PROBE_TIMEOUT_S)
         return None
 
-    def _is_checked(self, model: str) -> bool:
-        """Return whether the model's parameters are compared, with expected ones or with another server's."""
-        return model in self._expected or model in self._declared
+    @property
+    def _compared(self) -> set[str]:
+        """Models whose parameters are compared, with expected ones or with another server's."""
+        return {*self._expected, *self._declared}
+
+    @property
+    def _unchecked(self) -> list[str]:
+        return sorted(self._compared - self._checked)
 
     async def _connected(self, *arguments: Any) -> Any:
         connection = await self._connect(*arguments)
-        self._num_connected += 1  # perhaps to a restarted server with another configuration
+        self._checked = set()  # perhaps to a restarted server with another configuration
         return connection
 
     async def close(self) -> None:

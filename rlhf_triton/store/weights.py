@@ -18,6 +18,7 @@ import os
 import socket
 import stat
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -213,6 +214,7 @@ class Manifest:
     tokenizer: str | None = None  # version 0 of a critic: fingerprint of the tokenizer whose tokens it is trained on
     made_from: dict[str, Any] | None = None  # version 0: the settings from which it was made
     source: str | None = None  # folder from which these weights were copied
+    store_id: str | None = None  # first version of a store: random, see `WeightsStore.identity`
 
     @property
     def digest(self) -> str:
@@ -296,6 +298,18 @@ class WeightsStore:
             )
         return manifest
 
+    @property
+    def identity(self) -> str:
+        """Text that differs from other stores', whose versions have the same numbers; "" without a usable version 0.
+
+        A copy of the store has the same one. Before there were ids, what version 0 contains.
+        """
+        try:
+            first = self.manifest(0)
+        except WeightsError:
+            return ""
+        return first.store_id or first.digest
+
     def manifests(self) -> list[Manifest]:
         """Return the readable manifests, ascending by version."""
         found = []
@@ -344,6 +358,7 @@ class WeightsStore:
                 base=None if adapters is None else adapters.base,
                 parent=parent,
                 epoch=epoch,
+                store_id=None if newest else uuid.uuid4().hex,
                 **optional,
             )
             (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))

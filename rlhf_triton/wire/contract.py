@@ -41,6 +41,7 @@ METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
 MESSAGES = "messages"  # key in `metadata`: the chat that the sentence replies to
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: number of leading prompt tokens in each row
 STORE = "store"  # parameter: weights store that the versions come from; a reward model may have none
+STORE_ID = "store_id"  # parameter: `WeightsStore.identity`; numbers name the same versions only if it is equal
 LABELS = "labels"  # parameter, JSON list: the A names
 LOAD_LABEL = "load_label"  # parameter that a reload sets, because Triton reloads only a changed configuration
 PROCESS = "process"  # parameter: granularity of a process reward, `step` or `token`

@@ -43,6 +43,7 @@ class FakeTriton(FakeServer):
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
         self.parameters = {"model": "here", "tokenizer_fingerprint": "ours"}
+        self.parameters_of: dict[str, dict[str, str]] = {}  # by model, in place of `parameters`
         self.asked: list[str] = []
         self.encodings: set[str | None] = set()  # Accept-Encoding headers of the requests
         self.connections: set[asyncio.Transport] = set()
@@ -87,7 +88,8 @@ class FakeTriton(FakeServer):
         return web.Response(status=200 if self.ready(request.match_info["model"]) else 400)
 
     async def _config(self, request: web.Request) -> web.Response:
-        parameters = {key: {"string_value": value} for key, value in self.parameters.items()}
+        declared = self.parameters_of.get(request.match_info["model"], self.parameters)
+        parameters = {key: {"string_value": value} for key, value in declared.items()}
         return web.json_response({"input": [], "parameters": parameters})
 
 

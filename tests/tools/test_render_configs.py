@@ -14,11 +14,13 @@ from settings import nested
 from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
 from tritonclient.grpc.model_config_pb2 import DataType
+from versions import reseal
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
+from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools import render_configs as render
 from rlhf_triton.tools.server.tritonserver import compile_ahead, load_order
 from rlhf_triton.wire.contract import REFERENCE
@@ -298,6 +300,37 @@ def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
     config.write_text(as_saved)
     make_checkpoint(tmp_path / "reward", "reward", make_tokenizer(), seed=4)
     assert [declared(**case) == found for case, found in zip(cases, before, strict=True)] == [False, False]
+
+
+@pytest.mark.parametrize("rewards", [None, {"length": LABEL, "model": {}}])
+def test_models_of_two_stores_are_told_apart_and_those_of_a_copy_are_not(tmp_path, rewards):
+    """Version 1 of one store is not that of the other, although both begin with the same weights."""
+
+    def declared(run):
+        configs = parsed(run={"dir": str(run), "run_id": "run"}, reward={"store": True}, critic={}, rewards=rewards)
+        return [ServedModel.of(parameters(configs[model])).meaning for model in ("critic", "reward_model")]
+
+    def write(folder):
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    for name in ("one", "other"):
+        for model in ("critic", "reward"):
+            WeightsStore(tmp_path / name / "weights" / model).add(write, run_id="run", step=0, parent=None, epoch=0)
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    one, other, copy = (declared(tmp_path / name) for name in ("one", "other", "copy"))
+    assert [mine == theirs for mine, theirs in zip(one, other, strict=True)] == [False, False]
+    assert one == copy
+    WeightsStore(tmp_path / "copy" / "weights" / "critic").add(write, run_id="run", step=1, parent=0, epoch=1)
+    assert declared(tmp_path / "copy") == copy
+    for folder in (
+        tmp_path / name / "weights" / model / "0" for name in ("one", "other") for model in ("critic", "reward")
+    ):
+        reseal(folder, store_id=None)  # as made before stores had ids
+    assert declared(tmp_path / "one") == declared(tmp_path / "other") != one
+    reseal(tmp_path / "other" / "weights" / "critic" / "0", files={})
+    assert declared(tmp_path / "one")[0] != declared(tmp_path / "other")[0]
+    (tmp_path / "one" / "weights" / "critic" / "0" / "manifest.json").write_text("{")
+    declared(tmp_path / "one")  # serving a later version does not need version 0
 
 
 def test_model_and_function_rewards_render_as_an_ensemble():

@@ -23,7 +23,17 @@ from rlhf_triton.client.client import REPEAT_AFTER_S, TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import ClientSection
-from rlhf_triton.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DEMANDED, LOAD_LABEL, REWARD_MODEL, VersionRange
+from rlhf_triton.wire.contract import (
+    CRITIC,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    DEMANDED,
+    LOAD_LABEL,
+    REWARD_MODEL,
+    STORE_ID,
+    VersionRange,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [np.asarray([3, 4, 5])]
@@ -315,6 +325,21 @@ async def test_server_with_other_reward_settings_is_not_readmitted(setting, ours
         while not two.asked:
             await client.rewards(ROWS)
     assert caplog.text.count(f"but {ours or 'none'} is expected") == 1
+
+
+async def test_critic_of_another_store_is_not_asked_through_the_ensemble(caplog):
+    """critic_infer declares nothing, and the reward model is the same."""
+    async with FakeTriton() as one, FakeTriton() as two, client_of(one, two) as client:
+        for server, store in ((one, "ours"), (two, "theirs")):
+            server.parameters_of = {CRITIC: {STORE_ID: store}, CRITIC_INFER: {}}
+        for model in (REWARD_MODEL, CRITIC):
+            await client.describe(model)
+        await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
+        await asyncio.gather(*(client.score(ROWS) for _ in range(4)))
+        asked = [len(server.asked) for server in (one, two)]
+        await asyncio.gather(*(client.score(ROWS) for _ in range(4)))
+        assert sorted(len(server.asked) - before for server, before in zip((one, two), asked, strict=True)) == [0, 4]
+    assert "expected; put run.dir, which has the weights store, on a volume" in caplog.text
 
 
 # ---- the end ----
