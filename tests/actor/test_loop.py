@@ -774,6 +774,15 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
+def test_run_stops_if_only_groups_that_were_replaced_have_rewards(tmp_path, checkpoints):
+    """Their scores are equal, and the server is lost while the others are scored."""
+    calls = itertools.count()
+    server = Server(lambda _: 1.0 if next(calls) < 4 else math.nan)
+    settings = {**SHORT, "max_resampled": 1, "max_failed_fraction": 0.6}
+    with pytest.raises(RlhfError, match="4 of 8 rewards are unavailable .* and the policy needs at least one"):
+        go(make_grpo(tmp_path, checkpoints, server, **settings))
+
+
 def test_run_with_dead_rewards_stops_before_it_resamples(tmp_path, checkpoints):
     scored = []
     server = Server(lambda text: scored.append(text) or math.nan)
