@@ -194,6 +194,7 @@ class TrainingRun:
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
+        await asyncio.to_thread(self.samples.close)  # the step is on disk before its checkpoint
         lost = await self.last.save(error)
         await self.critic.settle(self.done, error, patience_s=STOP_GRACE_S)
         self.last.describe(error, lost)

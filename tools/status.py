@@ -110,7 +110,8 @@ def _actor(config: RunConfig) -> str:
 
 def _samples(config: RunConfig) -> str:
     try:
-        return describe_samples(samples_of(config.run.dir), _last_step(config))
+        ahead = config.actor.max_off_policy_steps
+        return describe_samples(samples_of(config.run.dir), _last_step(config), ahead=ahead)
     except REPORTED as error:  # damage is part of the state
         return reason_of(error)
 

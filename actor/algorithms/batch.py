@@ -257,13 +257,19 @@ def describe_failures(conversations: Sequence[Conversation]) -> str:
     return f"{len(failed)} of {len(causes)} rewards are unavailable (prompts {named}): {reasons}"
 
 
-def check_failures(conversations: Sequence[Conversation], max_failed_fraction: float) -> None:
-    """Raise RlhfError if more than `max_failed_fraction` of the conversations, or all, have no score."""
-    failed = sum(bool(failure_of(conversation)) for conversation in conversations)
-    if failed > max_failed_fraction * len(conversations) or failed == len(conversations):
+def check_failures(
+    conversations: Sequence[Conversation], max_failed_fraction: float, *, dropped: Sequence[Conversation] = ()
+) -> None:
+    """Raise RlhfError if more than `max_failed_fraction` of a step's conversations have no score, or none has one.
+
+    `dropped`: conversations that dynamic sampling has replaced; the policy cannot learn from their scores.
+    """
+    everything = [*conversations, *dropped]
+    failed = sum(bool(failure_of(conversation)) for conversation in everything)
+    if failed > max_failed_fraction * len(everything) or all(map(failure_of, conversations)):
         raise RlhfError(
-            f"{describe_failures(conversations)}; the limit is actor.rewards.max_failed_fraction "
-            f"({max_failed_fraction:g})"
+            f"{describe_failures(everything)}; the limit is actor.rewards.max_failed_fraction "
+            f"({max_failed_fraction:g}), and the policy needs at least one"
         )
 
 

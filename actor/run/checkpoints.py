@@ -195,14 +195,14 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     if not is_same_model(state["start_fingerprint"], policy.fingerprint):
         raise CheckpointError(
             f"{folder} was saved by a run that started from {state['start']}, but actor.policy.model is now "
-            f"{policy.settings.model}, which has different weights or another config.json: the KL would be "
-            f"measured against a different reference; set actor.policy.model back, {WAY_OUT}"
+            f"{policy.settings.model}, which has different weights, config.json or tokenizer: it would not be the "
+            f"same policy, nor the same reference of the KL; set actor.policy.model back, {WAY_OUT}"
         )
     known = state.get("reference_fingerprint")
     if reference is not None and known is not None and not is_same_model(known, reference):
         raise CheckpointError(
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
-            f"has different weights or another config.json now; set it back, {WAY_OUT}"
+            f"has different weights, config.json or tokenizer now; set it back, {WAY_OUT}"
         )
     policy.trained.changed(state["settings"], folder)
     return state

@@ -26,16 +26,22 @@ def samples_of(run_dir: Path) -> Path:
     return run_dir / "samples"
 
 
-def describe_samples(folder: Path, step: int) -> str:
-    """Return how many groups are kept, and of which steps, for a run after `step`."""
+def describe_samples(folder: Path, step: int, *, ahead: int) -> str:
+    """Return how many groups are kept, and of which steps, for a run after `step`; `ahead`: as in `find_sampled`."""
     steps = [kept for kept in numbers_in(folder) if 0 < kept <= step]
     headers = [record.header for kept in steps[:1] + steps[-1:] for _, record in read_records(folder, kept)]
     numbers = [header["number"] for header in headers if header["kind"] == GROUP]
-    if not numbers:
-        return "none are kept"
-    spans = f"steps {steps[0]} to {step}" if steps[0] < step else f"step {step}"
-    num_groups = max(numbers) + 1 - min(numbers)
-    return f"{num_groups} groups, each a prompt with its responses, of {spans}; `rlhf-triton replay` reads them"
+    text = "none are kept"
+    if numbers:
+        spans = f"steps {steps[0]} to {step}" if steps[0] < step else f"step {step}"
+        num_groups = max(numbers) + 1 - min(numbers)
+        text = f"{num_groups} groups, each a prompt with its responses, of {spans}; `rlhf-triton replay` reads them"
+    if not ahead:
+        return text
+    groups = find_sampled(folder, step, first=max(numbers, default=-1) + 1, ahead=ahead)
+    versions = [version for _, record in groups for version in record.arrays["versions"].tolist() if version >= 0]
+    lag = f", policy lag {step - min(versions)}" if versions else ""
+    return f"{text}; sampled ahead: {len(groups)} groups{lag}"
 
 
 @dataclass
@@ -73,19 +79,23 @@ def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
     return found
 
 
-def find_sampled(folder: Path, step: int, *, first: int, ahead: int, sampling: str) -> list[tuple[int, StoredRecord]]:
-    """Return the groups that were sampled for steps after the checkpoint of `step`, each after its folder's number.
+def find_sampled(
+    folder: Path, step: int, *, first: int, ahead: int, sampling: str | None = None
+) -> list[tuple[int, StoredRecord]]:
+    """Return the groups that were sampled for steps after `step`, each after its folder's number.
 
     Args:
         first: number of the first group that is not trained.
         ahead: `actor.max_off_policy_steps`.
-        sampling: digest of what decides how responses are sampled.
+        sampling: digest of what decides how responses are sampled; None: any.
     """
     groups = dict[int, tuple[int, StoredRecord]]()
     for kept in numbers_in(folder):
         for _, record in read_records(folder, kept) if kept >= step - ahead else ():
             header = record.header
-            is_needed = header["kind"] == SAMPLED and header["number"] >= first and header["sampling"] == sampling
+            is_needed = (
+                header["kind"] == SAMPLED and header["number"] >= first and sampling in (None, header["sampling"])
+            )
             if is_needed and "versions" in record.arrays and int(record.arrays["versions"].max()) <= step:
                 groups[header["number"]] = (kept, record)
     return [*groups.values()]

@@ -99,8 +99,8 @@ class Rollouts:
                 for group in await self._complete(settings.prompts_per_step - len(useful), step, timers):
                     is_kept = not algorithm.max_resampled or has_spread(group, algorithm, self._truncated)
                     (useful if is_kept else useless).append(group)
-                sampled = conversations_of([*useful, *useless, *dropped])
-                check_failures(sampled, settings.rewards.max_failed_fraction)
+                most = settings.rewards.max_failed_fraction
+                check_failures(conversations_of([*useful, *useless]), most, dropped=conversations_of(dropped))
                 if not useless:
                     break
         # A group that `max_resampled` attempts could not replace stays, so that the step is full.

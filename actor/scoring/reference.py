@@ -86,7 +86,7 @@ class ServedReference:
                 )
         if self.checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_model(self.checkpoint):
             raise RlhfError(
-                f"the server's {REFERENCE} is {declared.folder}, whose weights or config.json differ from "
+                f"the server's {REFERENCE} is {declared.folder}, whose weights, config.json or tokenizer differ from "
                 f"reference.model ({self.checkpoint}); start the server with the actor's configuration"
             )
 

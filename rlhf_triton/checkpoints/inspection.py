@@ -59,6 +59,15 @@ TOKENIZERS = {
     "vocab.json": "BPE (vocab.json)",
 }
 
+TOKENIZER_FILES = (  # which decide the ids of texts and chats
+    *TOKENIZERS,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 # pieces of each weights file that `fingerprint_model` hashes
 NUM_PIECES = 256
 PIECE_BYTES = 4096
@@ -369,11 +378,12 @@ def stored_dtypes(folder: Path) -> set[str]:
 
 
 def fingerprint_model(folder: Path) -> str:
-    """Return two hashes, `<weights>.<details>`, that tell models apart. Takes milliseconds for most sizes.
+    """Return hashes that tell models apart, `<weights>.<details>.<tokenizer>`. Takes milliseconds for most sizes.
 
     The first is of the weights files' sizes and of evenly spaced pieces of them: training changes every piece, and two
     dtypes of one model differ. The second is of config.json without `RECORDS` and of the start of each tensor: no piece
-    may contain a small tensor, such as a head that was trained alone. A damaged copy can have the same fingerprint.
+    may contain a small tensor, such as a head that was trained alone. The third is of `TOKENIZER_FILES`; a
+    folder without any, such as a version in a store, has two hashes. A damaged copy can have the same fingerprint.
 
     Raises:
         CheckpointError: `folder` is not a checkpoint or has only pickled weights, or a file is damaged.
@@ -392,11 +402,21 @@ def fingerprint_model(folder: Path) -> str:
             for tensor in stored:
                 stream.seek(tensor.start)
                 details.update(stream.read(min(PIECE_BYTES, tensor.num_bytes)))
-    return f"{weights.hexdigest()}.{details.hexdigest()}"
+    hashes = [weights, details]
+    files = [*(folder / name for name in TOKENIZER_FILES), *sorted(folder.glob("additional_chat_templates/*"))]
+    if files := [file for file in files if file.is_file()]:
+        hashes.append(hashlib.sha256())
+        for file in files:
+            content = file.read_bytes()
+            hashes[-1].update(f"{file.name} {len(content)} ".encode() + content)
+    return ".".join(each.hexdigest() for each in hashes)
 
 
 def is_same_model(stored: str, now: str) -> bool:
-    """Return whether a stored fingerprint is that of a model. Releases up to 0.1.0 stored only the first hash."""
+    """Return whether a stored fingerprint is that of a model; hashes that it lacks are not compared.
+
+    Releases up to 0.1.0 stored only the first hash.
+    """
     return now.startswith(stored)
 
 

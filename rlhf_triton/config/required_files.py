@@ -12,6 +12,7 @@ from rlhf_triton.checkpoints.inspection import (
     check_pickles,
     fingerprint_model,
     inspect_checkpoint,
+    is_same_model,
     reward_head,
 )
 from rlhf_triton.checkpoints.language_models import check_family, check_language_model
@@ -159,7 +160,7 @@ def _check_store(config: RunConfig) -> None:
         return
     wanted = fingerprint_model(config.reward.model)
     versions = sorted({0, current})
-    if wanted not in (fingerprint_model(store.folder(version)) for version in versions):
+    if not any(is_same_model(fingerprint_model(store.folder(version)), wanted) for version in versions):
         have = f"versions 0 and {current} have" if current else "version 0 has"
         raise CheckpointError(
             f"{config.reward.model} would not be served: reward.store serves from {store.root}, whose {have} other "

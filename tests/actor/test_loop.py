@@ -54,10 +54,12 @@ from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config import load_config
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
+from rlhf_triton.tools.status import status
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 PATIENCE_S = 120.0
@@ -772,6 +774,15 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
+def test_run_stops_if_only_groups_that_were_replaced_have_rewards(tmp_path, checkpoints):
+    """Their scores are equal, and the server is lost while the others are scored."""
+    calls = itertools.count()
+    server = Server(lambda _: 1.0 if next(calls) < 4 else math.nan)
+    settings = {**SHORT, "max_resampled": 1, "max_failed_fraction": 0.6}
+    with pytest.raises(RlhfError, match="4 of 8 rewards are unavailable .* and the policy needs at least one"):
+        go(make_grpo(tmp_path, checkpoints, server, **settings))
+
+
 def test_run_with_dead_rewards_stops_before_it_resamples(tmp_path, checkpoints):
     scored = []
     server = Server(lambda text: scored.append(text) or math.nan)
@@ -912,6 +923,8 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
     crash_in_the_fourth_update(make_grpo(tmp_path, checkpoints, **AHEAD))
     before = [line for line in read_jsonl(tmp_path / "rollouts.jsonl") if line["step"] == 3]
+    *_, samples = status(load_config(tmp_path / "run.yaml"))
+    assert samples.endswith("of steps 1 to 3; `rlhf-triton replay` reads them; sampled ahead: 6 groups, policy lag 2")
     again, other = (make_grpo(tmp_path, checkpoints, **AHEAD, temperature=each) for each in (1.0, 0.5))
     changed = make_grpo(tmp_path, checkpoints, **AHEAD)
     changed.samples._sampling = "of another model"

@@ -231,7 +231,7 @@ def add_adapters(server, root, run):
     [
         (lose_every_step, RequestFailed, "rewind_to: 2"),
         (damage_all, CheckpointError, rf"2/{SHARD} cannot be read.*there is no earlier checkpoint"),
-        (start_elsewhere, CheckpointError, "the KL would be measured against a different reference"),
+        (start_elsewhere, CheckpointError, "which has different weights, config.json or tokenizer"),
         (add_adapters, CheckpointError, r"was saved with actor\.policy\.lora_rank: .*; restore it"),
     ],
 )
@@ -496,7 +496,7 @@ def test_changed_reward_model_is_listed_with_both_paths(tmp_path, checkpoints):
     assert describe_changes(find_changes(now, accepted=True)) == [line]
 
 
-def test_edited_config_of_the_reward_model_is_refused(tmp_path, checkpoints):
+def test_edited_config_or_chat_template_of_the_reward_model_is_refused(tmp_path, checkpoints):
     model = shutil.copytree(checkpoints.reward, tmp_path / "reward")
     run = after_five_steps(tmp_path / "run")
     config = RunConfig.model_validate({"run": {"dir": run}, "critic": {}, "reward": {"model": str(model)}})
@@ -506,6 +506,10 @@ def test_edited_config_of_the_reward_model_is_refused(tmp_path, checkpoints):
     assert find_changes(config, accepted=False) == {}
     write_settings(config, {})
     change_config(model, rope_theta=1.0)
+    with pytest.raises(ConfigError, match=r"reward\.model: the file's content"):
+        find_changes(config, accepted=False)
+    write_settings(config, {})
+    (model / "chat_template.jinja").write_text("{{ messages[-1]['content'] }}")
     with pytest.raises(ConfigError, match=r"reward\.model: the file's content"):
         find_changes(config, accepted=False)
 

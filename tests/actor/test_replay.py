@@ -18,14 +18,15 @@ from safetensors.torch import load_file
 from samples import groups_of, scored_samples
 from sidecar_rig import Instance
 from simulated_journal import simulate
-from test_loop import PPO, Server, go, make_ppo
+from test_loop import PPO, Server, go, go_until, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import TrainingRun
 from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.run.checkpoints import RunCheckpoints
 from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, describe_samples, find_steps, samples_of
 from rlhf_triton.actor.run.sample_journal import SampleJournal
-from rlhf_triton.actor.run.settings import find_changes, write_settings
+from rlhf_triton.actor.run.settings import actor_checkpoints, find_changes, write_settings
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.config import RunConfig, load_config, parse_config
 from rlhf_triton.store.durable import numbers_in
@@ -33,6 +34,7 @@ from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import PREFIX, RecordLog, StoredRecord, read_records
 from rlhf_triton.store.run_lock import only_actor
+from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.replay import main, replay, sections_of
 from rlhf_triton.tools.report.data import load_run
@@ -136,6 +138,30 @@ def test_groups_are_on_disk_before_their_update(tmp_path, checkpoints, monkeypat
         train(tmp_path / "run", checkpoints, steps=1)
     found = find_steps(samples_of(tmp_path / "crashed"), 1, 1)
     assert ([*found.groups], [*found.steps]) == ([(1, 0), (1, 1)], [])
+
+
+def test_step_is_on_disk_before_the_checkpoint_of_a_stop(tmp_path, checkpoints, monkeypatch):
+    """A kill right after the checkpoint leaves no step that is trained but not in the journal."""
+    sync = os.fsync
+    save = RunCheckpoints.save_last
+    killed = threading.Event()
+    run = make_ppo(tmp_path / "run", checkpoints, **{**SETTINGS, "checkpoint_every": 100}, steps=3)
+
+    def slowly(descriptor):
+        if threading.current_thread().name.startswith("record-log") and run.stop._requested.is_set():
+            killed.wait(5)
+        sync(descriptor)
+
+    async def save_and_copy(*given):
+        await save(*given)
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        killed.set()
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    monkeypatch.setattr(RunCheckpoints, "save_last", save_and_copy)
+    go_until(run, run.policy_update, "run", 2)
+    assert saved_steps(actor_checkpoints(tmp_path / "killed")) == [2]
+    assert [*find_steps(samples_of(tmp_path / "killed"), 1, 3).steps] == [1, 2]
 
 
 def journal_of(run_dir, **actor):
@@ -324,7 +350,7 @@ def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path):
     folder = samples_of(tmp_path)
     assert [*find_steps(folder, 1, 300).steps] == [*range(288, 301)], "from two steps before the oldest checkpoint"
     of_both = "26 groups, each a prompt with its responses, of steps 288 to 300; `rlhf-triton replay` reads them"
-    assert describe_samples(folder, 300) == of_both
+    assert describe_samples(folder, 300, ahead=0) == of_both
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

@@ -214,6 +214,27 @@ def test_fingerprint_contains_every_tensor_and_key_of_the_config_that_decide_a_s
         assert is_same_model(weights, fingerprint_model(tmp_path))  # stored by 0.1.0
 
 
+def test_fingerprint_contains_the_tokenizer_and_its_chat_templates(tmp_path):
+    save_tiny(tmp_path, "llama", "reward")
+    without = fingerprint_model(tmp_path)
+    seen = [without]
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "tokenizer.json",
+    ):
+        with (tmp_path / name).open("a") as file:
+            file.write(" ")
+        assert is_same_model(without, fingerprint_model(tmp_path)), "a version in a store"
+        assert fingerprint_model(tmp_path) not in seen
+        seen.append(fingerprint_model(tmp_path))
+    (tmp_path / "README.md").write_text("A model.")
+    assert fingerprint_model(tmp_path) == seen[-1]
+
+
 # ---- special tokens ----
 
 

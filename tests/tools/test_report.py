@@ -207,7 +207,7 @@ class TestPage:
         ):
             assert text in page
         assert not re.search(r"PPO never saw|<script|url\(|@import", page)
-        assert str(tmp_path) not in page
+        assert page.count(str(tmp_path)) == 1, "the setting run.dir, as it was written"
         widths = re.findall(r"(?<!max-)(?:width: |minmax\()(\d+)px", page)
         assert max(map(int, widths)) < 390, "a phone's width, which no rule exceeds"
         for key in SUMMARY_KEYS:
@@ -353,7 +353,7 @@ class TestSections:
 class TestSamples:
     """Samples of the last steps, from a journal written by hand."""
 
-    def recorded(self, folder, *, num_steps=1, num_tokens=3, recomputes=True, ahead=0):
+    def recorded(self, folder, *, num_steps=1, num_tokens=3, recomputes=True, ahead=0, forwards=True):
         """Write a run whose steps have groups of two responses: one of `num_tokens` tokens, and one that failed."""
         run_dir = RecordedRun(folder).start().steps(*range(1, num_steps + 1)).finished(num_steps)
         log = RecordLog(run_dir / "samples")
@@ -363,6 +363,8 @@ class TestSamples:
             "policy_logprobs": np.array([0, 0] + [math.log(0.125)] * num_tokens, np.float32),
             "versions": np.array([-1, -1] + [7] * num_tokens),
         }
+        if not forwards:
+            columns["policy_logprobs"] = columns["logprobs"]
         values = np.arange(len(tokens), dtype=np.float32)
         whole = replace(a_sample(tokens, 2, name="a<b>"), score=Score(reward=0.25, values=values), **columns)
         failed = replace(a_sample([3, 4, 5], 2, name="a<b>"), score=Score(failure="too late"))
@@ -395,9 +397,10 @@ class TestSamples:
         ]
         assert (first.reward, failed.reward, failed.failure) == (0.25, None, "too late")
         assert failed.tokens[0].advantage == 5.0, "behind the four positions of the first row"
-        for ahead, ratio in ((0, pytest.approx(0.25)), (1, None)):
-            (step,), _ = shown_steps(load_run(self.recorded(tmp_path / f"{ahead}", recomputes=False, ahead=ahead)))
-            assert step.samples[0].tokens[0].ratio == ratio
+        for ahead, forwards, ratio in ((0, True, 0.25), (0, False, 1), (1, True, 0.25), (1, False, None)):
+            run_dir = self.recorded(tmp_path / f"{ahead}{forwards}", recomputes=False, ahead=ahead, forwards=forwards)
+            (step,), _ = shown_steps(load_run(run_dir))
+            assert step.samples[0].tokens[0].ratio == (ratio and pytest.approx(ratio))
 
     def test_page_shows_the_last_steps_and_stays_bounded(self, tmp_path):
         page = page_of(self.recorded(tmp_path / "run", num_steps=5, num_tokens=1000))
@@ -409,13 +412,15 @@ class TestSamples:
         assert len(page) < 500_000
 
     def test_damaged_journal_is_named_and_the_page_is_still_written(self, tmp_path):
-        run_dir = self.recorded(tmp_path / "run")
+        run_dir = self.recorded(tmp_path / "run", num_steps=2)
         file = next((run_dir / "samples" / "1").iterdir())
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
         page = page_of(run_dir)
-        assert f"samples/1/{file.name} is damaged at byte" in page
+        assert f"<p>./samples/1/{file.name} is damaged at byte" in page
+        assert page.count(str(tmp_path)) == 1, "the setting run.dir, as it was written"
+        assert "Step 2: 4 of 6 samples" in page
         assert "<h2>Numbers</h2>" in page
 
 

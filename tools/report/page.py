@@ -70,6 +70,7 @@ def _values(run: RunRecord, out: Path) -> dict[str, Any]:
     """Return the template's variables; paths are relative to the folder of the page, `out`."""
     reward = run.reward_gain
     sampled, samples_problem = shown_steps(run)
+    folder = os.path.relpath(run.folder, out.resolve().parent)
     added = {name: sentence for section in run.sections for name, (_, sentence) in section.figures.items()}
     return {
         "run": run,
@@ -85,7 +86,7 @@ def _values(run: RunRecord, out: Path) -> dict[str, Any]:
         "replaced": {section.title for section in run.sections},
         "most_texts": MOST_TEXTS,
         "sampled": sampled,
-        "samples_problem": samples_problem,
+        "samples_problem": samples_problem.replace(str(run.folder), folder),
         "sentences": SUMMARY_KEYS | added,
         "settings": changed_settings(run.settings),
         "settings_file": SETTINGS_FILE,

@@ -86,10 +86,11 @@ def _shown_step(found: RecordedSteps, step: int, tokenizer: Any) -> ShownStep:
     old: Sequence[np.ndarray | None]
     if OLD_LOGPROBS in record.arrays:
         old = np.split(record.arrays[OLD_LOGPROBS], ends)
-    elif record.header["settings"]["actor"]["max_off_policy_steps"]:
-        old = [None] * len(rows)  # the policies that sampled have computed log-probs, but not the one that was updated
     else:
-        old = [None if row.policy_logprobs is None else row.policy_logprobs[1:] for row in rows]
+        # Those of sampling are of the policy before the update, too, unless an older one may have sampled.
+        ahead = record.header["settings"]["actor"]["max_off_policy_steps"]
+        computed = [None if ahead and row.policy_logprobs is row.logprobs else row.policy_logprobs for row in rows]
+        old = [None if logprobs is None else logprobs[1:] for logprobs in computed]
     samples = [
         _shown_sample(row, advantages[i], old[i], tokenizer=tokenizer) for i, row in enumerate(rows[:MOST_SAMPLES])
     ]
