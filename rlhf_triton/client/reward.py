@@ -12,7 +12,7 @@ import numpy as np
 from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, future
 from rlhf_triton.client.errors import RequestFailed, absence_explained
 from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
-from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_object, token_rows
+from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_object, text_or_messages, token_rows
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
@@ -193,12 +193,13 @@ def triton_reward(
     **columns: Any,
 ) -> list[float | None]:
     """Return the rewards of TRL's completions; see `RewardClient.as_trl`."""
-    known = {name: values for name, values in columns.items() if is_column(name, values, len(prompts))}
-    metadata = [{name: values[i] for name, values in known.items()} for i in range(len(prompts))]
-    rows = [
-        (prompt, completion) if isinstance(completion, str) else [*prompt, *completion]
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    rows = list[Input]()
+    for i, (prompt, completion) in enumerate(_paired(prompts=prompts, completions=completions)):
+        if isinstance(prompt, str) and not isinstance(completion, str):
+            raise ContractError(f"prompts[{i}]: {prompt!r:.80}, must be messages, as completions[{i}] is")
+        rows.append((prompt, completion) if isinstance(completion, str) else [*prompt, *completion])
+    known = {name: values for name, values in columns.items() if is_column(name, values, len(rows))}
+    metadata = [{name: values[i] for name, values in known.items()} for i in range(len(rows))]
     scores = client.score(rows, metadata)
     missing = [error for error in scores.errors if error]
     if missing:
@@ -222,12 +223,12 @@ def compute_score(
     **_: Any,
 ) -> float:
     """Return the reward of verl's response; see `RewardClient.as_verl`."""
-    info = dict(extra_info or {})
+    info = plain_object("extra_info", extra_info or {})
     if prompt_key not in info:
-        raise KeyError(f"extra_info has no {prompt_key!r}, the prompt; name its key: as_verl(prompt_key=…)")
+        raise ContractError(f"extra_info: it has no {prompt_key!r}; name the key of the prompt: as_verl(prompt_key=…)")
     columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": info}
-    prompt = info[prompt_key]
-    row = (prompt if isinstance(prompt, str) else [*prompt], solution_str)
+    prompt = text_or_messages(f"extra_info.{prompt_key}", info[prompt_key])
+    row: Any = (prompt, text_or_messages("solution_str", solution_str))
     return float(complete(client.score([row], [columns]))[0])
 
 
@@ -235,14 +236,22 @@ def reward_func(
     client: RewardClient, /, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any
 ) -> dict[str, Any]:
     """Return the rewards of OpenRLHF's queries; see `RewardClient.as_openrlhf`."""
-    rows = [  # its tokenizer may have changed the prompt
-        (prompt, query[len(prompt) :]) if query.startswith(prompt) else query
-        for query, prompt in zip(queries, prompts, strict=True)
-    ]
-    scores = complete(client.score(rows, [{"label": label} for label in labels]))
+    rows = list[Input]()
+    for prompt, query in _paired(prompts=prompts, queries=queries):
+        is_split = isinstance(query, str) and isinstance(prompt, str) and query.startswith(prompt)
+        rows.append((prompt, query[len(prompt) :]) if is_split else query)  # its tokenizer may have changed the prompt
+    scores = complete(client.score(rows, per_row("labels", labels, len(rows), lambda _, label: {"label": label})))
     rewards = scores.tolist()
     terms = {name: term.tolist() for name, term in scores.components.items()}
     return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
+
+
+def _paired(**given: Any) -> list[tuple[Any, Any]]:
+    """Return the entries of two lists by row, texts or messages. Raises ContractError with the name of a list."""
+    (name, entries), (other, others) = given.items()
+    first = [text_or_messages(f"{name}[{i}]", entry) for i, entry in enumerate(listed(name, entries))]
+    second = per_row(other, listed(other, others), len(first), text_or_messages)
+    return [*zip(first, second or [], strict=True)]
 
 
 def rows_of(
@@ -283,11 +292,9 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         raise ContractError(f"{where}: {value!r:.80}, must be {FORMS}")
     prompt, response = value if len(value) == 2 else (None, None)
     if isinstance(response, str):
+        prompt = text_or_messages(f"{where}[0]", prompt)
         if isinstance(prompt, str):
-            prompt, response = plain(where, [prompt, response])
-            return text_row(prompt, response, metadata)
-        if not isinstance(prompt, Sequence | np.ndarray):
-            raise ContractError(f"{where}: the prompt is {prompt!r:.80}, must be a text or messages")
+            return text_row(prompt, plain(where, response), metadata)
         value = [*prompt, {"role": "assistant", "content": response}]
     if isinstance(next(iter(value), None), Mapping):  # not value[0], which a pandas Series reads as a label
         try:

@@ -49,6 +49,14 @@ def plain_object(name: str, value: Any) -> dict[str, Any]:
     return dict(plain(name, {**value}))
 
 
+def text_or_messages(name: str, value: Any) -> str | list[dict[str, Any]]:
+    """Return a text, or messages, as JSON has them. Raises ContractError for anything else."""
+    found = plain(name, value)
+    if isinstance(found, str) or (isinstance(found, list) and all(isinstance(each, dict) for each in found)):
+        return found
+    raise ContractError(f"{name}: {value!r:.80}, must be a text or messages")
+
+
 def plain(name: str, value: Any) -> Any:
     """Return a value as JSON has it: arrays and numbers of NumPy and torch become Python's.
 

@@ -105,7 +105,10 @@ _NAMES = {  # our key, "" for none -> its names elsewhere
     "actor.algorithm.loss": "loss_mode policy_loss_type rollout_correction.loss_type",
     "actor.algorithm.loss_mean": "loss_type loss_agg_mode",
     "actor.algorithm.old_logprobs": "bypass_mode",
-    "actor.algorithm.correction": "importance_cap vllm_importance_sampling_mode vllm_importance_sampling_correction",
+    "actor.algorithm.correction": (
+        "importance_cap vllm_importance_sampling_mode vllm_importance_sampling_correction is_correction_enable "
+        "is_correction_type"
+    ),
     "actor.algorithm.correction.level": "is_correction_level rollout_is",
     "actor.algorithm.correction.mode": "is_correction_mode is_correction_gating rollout_rs",
     "actor.algorithm.correction.low": "vllm_importance_sampling_clip_min",
@@ -210,6 +213,23 @@ ADVICE = {  # what to do -> names elsewhere of what is no setting here
         "logger.wandb.project logger.wandb.run_name logger.wandb.group logger.wandb.org"
     ),
 }
+_VALUES = {  # our value, "" for none -> other trainers' values of such a setting, unless they are alike
+    "ppo": "gae",
+    "grpo": "group_norm grpo_vectorized",
+    "rloo": "rloo_vectorized",
+    "reinforce++": "reinforce_plus_plus",
+    "clipped": "ppo vanilla grpo dapo",
+    "token": "token-mean dapo bnpo",
+    "sequence": "seq-mean-token-mean grpo",
+    "constant": "seq-mean-token-sum-norm dr_grpo",
+    "k1": "kl",
+    "k2": "mse",
+    "k3": "low_var_kl",
+    "adamw": "adamw_torch adamw_torch_fused",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "": "sapo",
+}
 OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
 _ADVICE_ON = {name: advice for advice, names in ADVICE.items() for name in names.split()}
 _IN_SECTION = {  # our section, "" for none -> sections elsewhere with keys of these names, or of names in `_NAMES`
@@ -304,7 +324,7 @@ def hint_at(path: str, valid: Collection[str]) -> str | None:
     is_theirs = _is_theirs(section, valid)
     end = next((end for end in _ends(section) if end in _SECTIONS), "") if is_theirs else ""
     ours = _SECTIONS.get(end, "")
-    names = _names_in(ours or (section if root in valid else ""))
+    names = _names_in(ours or (section if root in valid else _SECTIONS.get(root, "")))
     known = next((other for other in _ends(path) if other.rfind(".") >= max(1, len(end)) and other in names), None)
     if known is None and f"{ours}.{name}" in valid:
         return f"did you mean {ours}.{name}?"
@@ -344,10 +364,12 @@ def hint_at_choice(value: Any, names: Collection[str]) -> str:
         return ""
     if advice := _ADVICE_ON.get(value):
         return f"; {advice}"
-    near = difflib.get_close_matches(value.lower(), names)
-    # Names with the same letters first: grpo for gpro.
-    near.sort(key=lambda name: sorted(name) != sorted(value.lower()))
-    return f"; did you mean {near[0]}?" if near else ""
+    near = [ours for ours, theirs in _VALUES.items() if ours in (*names, "") and value in theirs.split()]
+    if not near:
+        near = difflib.get_close_matches(value.lower(), names, cutoff=0.7)
+        # Names with the same letters first: grpo for gpro.
+        near.sort(key=lambda name: sorted(name) != sorted(value.lower()))
+    return f"; did you mean {near[0]}?" if any(near) else ""
 
 
 def has_keys(path: str, valid: Collection[str]) -> bool:

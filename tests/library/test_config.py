@@ -789,6 +789,7 @@ ELSEWHERE = {  # our key, "" for none, None for no guess -> names in TRL 1.16, O
     "actor.algorithm.gamma": "algo.advantage.gamma algorithm.gamma",
     "actor.algorithm.loss": "actor.policy_loss_type actor_rollout_ref.actor.policy_loss.loss_mode",
     "actor.algorithm.max_resampled": "algo.dynamic_filtering_enable algorithm.filter_groups.enable",
+    "actor.algorithm.correction": "algo.advantage.is_correction_enable algo.advantage.is_correction_type",
     "actor.algorithm.correction.high": "vllm_importance_sampling_cap algorithm.rollout_correction.rollout_is_threshold",
     "actor.kl.coef": "beta algo.kl.init_coef actor_rollout_ref.actor.kl_loss_coef algorithm.kl_ctrl.kl_coef",
     "actor.kl.penalty_in": "algo.kl.use_loss use_kl_loss algorithm.use_kl_in_reward",
@@ -809,6 +810,7 @@ ELSEWHERE = {  # our key, "" for none, None for no guess -> names in TRL 1.16, O
         "vllm.sync_backend ds.packing_samples ds.tensor_parallel_size algo.dynamic_filtering_range "
         "critic.loss_agg_mode data.image_key actor_rollout_ref.rollout.mode actor_rollout_ref.rollout.val_kwargs.n "
         "actor_rollout_ref.ref.fsdp_config.seed actor_rollout_ref.rollout.trace.project_name critic.model.lora.dtype "
+        "reward_model.model.fsdp_config.fsdp_size "
         "reward.reward_model.rollout.temperature reward.reward_model.rollout.n critic.checkpoint.save_contents "
         "distillation.distillation_loss.clip_ratio_high trainer.project_name trainer.balance_batch"
     ),
@@ -821,6 +823,41 @@ def test_names_and_paths_of_other_trainers_lead_to_our_key(tmp_path, key, name):
     hint = f"did you mean {key}?" if key else "known: " if key is None else "this project has no such setting"
     with pytest.raises(ConfigError, match=rf"unknown key {re.escape(name)}; {re.escape(hint)}"):
         load(tmp_path, "{}", f"{name}=1")
+
+
+VALUES_ELSEWHERE = {  # our value of a key, "" for no guess -> values of that setting in TRL, OpenRLHF and verl, by hand
+    ("actor.algorithm.name", "ppo"): "gae PPO",
+    ("actor.algorithm.name", "grpo"): "group_norm grpo_vectorized gpro",
+    ("actor.algorithm.name", "rloo"): "rloo_vectorized",
+    ("actor.algorithm.name", "reinforce++"): "reinforce reinforce_plus_plus",
+    ("actor.algorithm.name", "reinforce++-baseline"): "reinforce_baseline reinforce_plus_plus_baseline",
+    ("actor.algorithm.name", ""): "remax opo sapo xpo gpg grpo_passk",
+    ("actor.algorithm.loss", "clipped"): "ppo vanilla grpo dapo",
+    ("actor.algorithm.loss", ""): "clip_cov kl_cov sapo luspo vespo geo_mean gpg",
+    ("actor.algorithm.loss_mean", "token"): "token-mean dapo bnpo",
+    ("actor.algorithm.loss_mean", "sequence"): "seq-mean-token-mean grpo",
+    ("actor.algorithm.loss_mean", "constant"): "dr_grpo seq-mean-token-sum-norm",
+    ("actor.kl.estimator", "k1"): "kl",
+    ("actor.kl.estimator", "k2"): "mse",
+    ("actor.kl.estimator", "k3"): "low_var_kl",
+    ("actor.kl.estimator", ""): "full",
+    ("actor.optimizer.kind", "adamw"): "adamw_torch adamw_torch_fused AdamW",
+    ("actor.optimizer.kind", ""): "muon adafactor",
+    ("actor.policy.precision", "bfloat16"): "bf16",
+    ("actor.policy.precision", "float32"): "fp32",
+    ("actor.generation.engine", ""): "hf sglang trtllm",
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "ours", "value"),
+    [(key, ours, value) for (key, ours), values in VALUES_ELSEWHERE.items() for value in values.split()],
+)
+def test_values_of_other_trainers_lead_to_ours(tmp_path, key, ours, value):
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "{}", f"{key}={value}")
+    assert ("did you mean" in str(error.value)) is bool(ours)
+    assert not ours or f"; did you mean {ours}? (got {value!r})" in str(error.value)
 
 
 def test_every_key_in_a_section_of_another_trainer_gets_its_own_line(tmp_path):

@@ -141,7 +141,9 @@ class Table(list[str]):
         ([[{**CHAT[0], "at": object()}]], {}, r"^inputs\[0\]: object cannot be sent as JSON"),
         (torch.tensor([5, 6]), {}, r"^inputs: tensor\(\[5, 6\]\), must be a list of rows"),
         (5, {}, r"^inputs: 5, must be a list of rows"),
-        ([(5, "a")], {}, r"^inputs\[0\]: the prompt is 5, must be a text or messages"),
+        ([(5, "a")], {}, r"^inputs\[0\]\[0\]: 5, must be a text or messages"),
+        ([(np.array(5), "a")], {}, r"^inputs\[0\]\[0\]: array\(5\), must be a text or messages"),
+        ([([1, 2], "a")], {}, r"^inputs\[0\]\[0\]: \[1, 2\], must be a text or messages"),
         (["a"], {"prompt_lengths": [1]}, r"^prompt_lengths\[0\]: 1, must be 0, as the row is a text"),
         ([[5, 6]], {"prompt_lengths": [1.5]}, r"^prompt_lengths\[0\]: 1.5, must be an integer of at least 0"),
         ([[5, 6]], {"prompt_lengths": [2]}, r"^prompt_lengths\[0\]: 2, must be 0 to 1"),
@@ -293,8 +295,6 @@ def test_as_verl_returns_a_number_or_raises():
         info = {"question": "2+3=", "num_turns": np.int64(1)}
         with pytest.raises(RlhfError, match=r"row 0: .*has no tokens"):
             function("sums", "refuse", "5", info)
-        with pytest.raises(KeyError, match="prompt_key"):
-            function("sums", "5", "5", {})
         chat = reward.as_verl("turns")("sums", "five", None, {"turns": np.asarray(CHAT, object)})
         assert chat == 4
         return function(data_source="sums", solution_str="5", ground_truth="5", extra_info=info, router="unused")
@@ -316,6 +316,75 @@ def test_as_openrlhf_returns_rewards_scores_and_terms_or_raises():
     rewards = [2.0, 7.0]
     terms = {"length": rewards}
     assert play(call, terms=("length",)) == {"rewards": rewards, "scores": rewards, "extra_logs": terms}
+
+
+def trl(prompts, completions, **columns):
+    return lambda reward: reward.as_trl()(prompts=prompts, completions=completions, **columns)
+
+
+def verl(solution, info, key="question"):
+    return lambda reward: reward.as_verl(key)("sums", solution, "5", info)
+
+
+def openrlhf(queries, prompts, labels):
+    return lambda reward: reward.as_openrlhf()(queries, prompts, labels)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (trl(["a"], ["b", "c"]), r"^completions: 2 entries for 1 rows"),
+        (trl(["a"], None), r"^completions: None, must be a list of rows"),
+        (trl("a", "b"), r"^prompts: 'a', must be a list of rows; put brackets"),
+        (trl([None], ["b"]), r"^prompts\[0\]: None, must be a text or messages"),
+        (trl([CHAT, CHAT], [reply("b"), None]), r"^completions\[1\]: None, must be a text or messages"),
+        (trl(["a"], [[1, 2]]), r"^completions\[0\]: \[1, 2\], must be a text or messages"),
+        (trl([[1, 2]], [[1, 2]]), r"^prompts\[0\]: \[1, 2\], must be a text or messages"),
+        (trl(["a"], [reply("b")]), r"^prompts\[0\]: 'a', must be messages, as completions\[0\] is"),
+        (trl([CHAT[0]], [reply("b")]), r"^prompts\[0\]: \{'role'.*, must be a text or messages"),
+        (trl(["a"], [b"b"]), r"^completions\[0\]: bytes cannot be sent as JSON"),
+        (verl("5", None), r"^extra_info: it has no 'question'; name the key of the prompt: as_verl\(prompt_key=…\)"),
+        (verl("5", {"q": "2+3="}), r"^extra_info: it has no 'question'; name the key of the prompt"),
+        (verl("5", {"q": "2+3="}, None), r"^extra_info: it has no None; name the key"),
+        (verl("5", ["q"]), r"^extra_info: \['q'\], must be a dictionary"),
+        (verl("5", {"question": None}), r"^extra_info.question: None, must be a text or messages"),
+        (verl("5", {"question": CHAT[0]}), r"^extra_info.question: \{'role'.*, must be a text or messages"),
+        (verl("5", {"question": "2+3=", "image": object()}), r"^extra_info: object cannot be sent as JSON"),
+        (verl(None, {"question": "2+3="}), r"^solution_str: None, must be a text or messages"),
+        (verl([5, 6], {"question": CHAT}), r"^solution_str: \[5, 6\], must be a text or messages"),
+        (openrlhf(["ab"], ["a", "b"], ["x"]), r"^queries: 1 entries for 2 rows"),
+        (openrlhf(["ab"], ["a"], []), r"^labels: 0 entries for 1 rows"),
+        (openrlhf(None, ["a"], ["x"]), r"^queries: None, must be a list of rows"),
+        (openrlhf([None], ["a"], ["x"]), r"^queries\[0\]: None, must be a text or messages"),
+        (openrlhf(["ab"], [[1]], ["x"]), r"^prompts\[0\]: \[1\], must be a text or messages"),
+    ],
+)
+def test_malformed_input_of_a_trainer_is_refused_by_its_name(call, told):
+    def ask(reward, server):
+        with pytest.raises(ContractError, match=told):
+            call(reward)
+        assert server.received == []
+
+    play(ask)
+
+
+def test_functions_of_trainers_score_all_forms_of_valid_input():
+    """Batches without rows, columns of arrays, chats as arrays, and labels that a data set lacks."""
+    chats = np.array([*CHAT, *reply("four")], object)
+
+    def call(reward, server):
+        return [
+            trl([], [])(reward),
+            trl(np.array(["a", "b"]), ["b", ""])(reward),
+            trl([CHAT, CHAT], [[*reply("x"), *CHAT, *reply("five")], "ab"])(reward),
+            verl(np.str_("5"), {"question": np.array("2+3="), 3: np.int64(4)})(reward),
+            verl("5", {"question": chats})(reward),
+            openrlhf([], [], [])(reward)["rewards"],
+            openrlhf(("ab",), np.array(["a"]), None)(reward)["rewards"],
+            openrlhf(["abcd"], [CHAT], torch.tensor([3]))(reward)["rewards"],
+        ]
+
+    assert play(call) == [[], [2, 1], [4, 2], 5, 1, [], [2], [4]]
 
 
 def test_reward_functions_raise_while_the_server_is_busy():
