@@ -116,17 +116,17 @@ def measure(settings: argparse.Namespace, record: Record) -> list[Row]:
 
 def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> Row:
     """Run one part in a process of its own, which ends at the limit; return its sample."""
-    found = log.with_suffix(".jsonl")
-    found.unlink(missing_ok=True)
+    rows_file = log.with_suffix(".jsonl")
+    rows_file.unlink(missing_ok=True)
     start = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.gpu", part, json.dumps(job), str(found)]
+    command = [sys.executable, "-m", "benchmarks.gpu", part, json.dumps(job), str(rows_file)]
     with log.open("wb") as output:
         try:
             done = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT, timeout=max(0.0, limit_s))
             state = "passed" if done.returncode == 0 else f"FAILED: see {log}"
         except subprocess.TimeoutExpired:
             state = "TIMED OUT"
-    numbers = read_jsonl(found)
+    numbers = read_jsonl(rows_file)
     if state == "passed" and any(row[""] for row in numbers):
         state = "OUTSIDE ITS LIMITS"
     return {"part": part, "state": state, "seconds": time.monotonic() - start, "numbers": numbers}
@@ -268,7 +268,7 @@ def served_score(job: Job) -> Found:
     for dtype in ("bfloat16", "float32"):
         with served(job.config(dtype=dtype), contract.REWARD_MODEL, contract.REWARDS) as send:
             scores.append(send(rows)[contract.REWARDS])
-    own, bf16, fp32 = (float(np.abs(found - exact).max() / exact.std()) for found in scores)
+    own, bf16, fp32 = (float(np.abs(scored - exact).max() / exact.std()) for scored in scores)
     yield number("float32: error of served scores", fp32, most=FP32_ERROR)
     yield number("bfloat16: error of transformers' own scores", own)
     yield number("bfloat16: error of served scores, times that", bf16 / own, most=MOST_BF16_ERROR)
@@ -329,11 +329,13 @@ def ppo_step(job: Job) -> Found:
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
-    taken: dict[str, float] = {}
+    durations: dict[str, float] = {}
 
     def phase(name: str, do: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
         # `item` waits for the kernels that are still queued.
-        taken[name], (result, _) = timed(lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item()))
+        durations[name], (result, _) = timed(
+            lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item())
+        )
         return result
 
     for _ in range(2):
@@ -346,11 +348,11 @@ def ppo_step(job: Job) -> Found:
         report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
         batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
         metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
-    yield from (number(f"{name}, s", seconds) for name, seconds in taken.items())
+    yield from (number(f"{name}, s", seconds) for name, seconds in durations.items())
     new = sum(int(sample.sampled.sum()) for sample in samples)
     rows_text = f"{num_rows} rows, {sum(map(len, rows))} tokens, {new} of them generated"
-    yield number("all of them, s", sum(taken.values()), of=rows_text)
-    yield number("decoding, tokens/s", new / taken["generation"], of=f"{num_rows} responses at once")
+    yield number("all of them, s", sum(durations.values()), of=rows_text)
+    yield number("decoding, tokens/s", new / durations["generation"], of=f"{num_rows} responses at once")
     if job.device == "cuda":
         yield number("peak memory, GiB", torch.cuda.max_memory_allocated() / 2**30)
     yield number("critic's loss", report.loss_mean, least=1e-6)

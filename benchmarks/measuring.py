@@ -206,19 +206,19 @@ def in_turn(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
 
 def grouped(samples: Iterable[Sample], *keys: str) -> dict[tuple[Any, ...], list[Sample]]:
     """Group samples by the values of `keys`, in order of first appearance."""
-    found: dict[tuple[Any, ...], list[Sample]] = {}
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
     for sample in samples:
-        found.setdefault(tuple(sample[key] for key in keys), []).append(sample)
-    return found
+        groups.setdefault(tuple(sample[key] for key in keys), []).append(sample)
+    return groups
 
 
 def matched_ratio(samples: Iterable[Sample], one: str, other: str, key: str) -> float | None:
     """Return the median over the rounds of `one`'s `key` divided by `other`'s; None if no round has both."""
-    found = {(sample["contender"], sample["round"]): sample[key] for sample in samples}
+    values = {(sample["contender"], sample["round"]): sample[key] for sample in samples}
     ratios = [
-        value / found[other, number]
-        for (name, number), value in found.items()
-        if name == one and (other, number) in found
+        value / values[other, number]
+        for (name, number), value in values.items()
+        if name == one and (other, number) in values
     ]
     return median(ratios) if ratios else None
 
@@ -279,9 +279,9 @@ def _shown(value: Any) -> str:
 def machine() -> dict[str, Any]:
     """Return processor, cores, memory and load."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     return {
-        "processor": found[1] if found else platform.processor(),
+        "processor": match[1] if match else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "load": os.getloadavg()[0],
@@ -291,7 +291,11 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed, and the commit of this checkout."""
     packages = ("torch", "transformers", "numpy", "tritonclient", "nvidia-pytriton")
-    installed = {found.name: found.version for found in importlib.metadata.distributions() if found.name in packages}
+    installed = {
+        distribution.name: distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.name in packages
+    }
     describe = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
     return {"python": platform.python_version(), **installed, "commit": done.stdout.strip() or "unknown"}

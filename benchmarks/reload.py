@@ -102,7 +102,7 @@ def _observe(url: str, num_clients: int) -> dict[str, list[Any]]:
 
 async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
     """Have one row at a time scored by each client, without retries, until `_ended`."""
-    seen: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
+    observed: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
     settings = ClientSection(deadline_s=300, max_outage_s=0)
     async with TritonClient(url, settings, retries=0, max_in_flight=num_clients) as client:
@@ -113,17 +113,17 @@ async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
                 try:
                     answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
                 except RequestFailed as error:
-                    seen["failures"].append(str(error))
+                    observed["failures"].append(str(error))
                     await asyncio.sleep(0.01)  # so that a failing server is not flooded with requests
                     continue
                 if not np.isfinite(answer[VALUES]).all():
-                    seen["failures"].append("values that are not finite")
-                seen["start_s"].append(round(start, 5))
-                seen["end_s"].append(round(time.monotonic(), 5))
-                seen["version"].append(int(answer[WEIGHTS_VERSION][0, 0]))
+                    observed["failures"].append("values that are not finite")
+                observed["start_s"].append(round(start, 5))
+                observed["end_s"].append(round(time.monotonic(), 5))
+                observed["version"].append(int(answer[WEIGHTS_VERSION][0, 0]))
 
         await asyncio.gather(*(ask() for _ in range(num_clients)))
-    return seen
+    return observed
 
 
 @contextlib.contextmanager
@@ -181,15 +181,15 @@ class ReloadService:
         self.critic = load_critic(self.store.folder(0))
         self.critic.own_weights()
         self._step = 0
-        found = sorted(
+        cores = sorted(
             os.sched_getaffinity(0)
         )  # for server, clients and trainer; with two cores the last two share one
-        self.client_core = found[:2][-1]
+        self.client_core = cores[:2][-1]
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
         # priority, since child processes would inherit the priority of the whole process.
-        step_back = partial(_step_back, found[2:] or found[-1:])
+        step_back = partial(_step_back, cores[2:] or cores[-1:])
         self._publishing = stack.enter_context(ThreadPoolExecutor(1, "publisher", initializer=step_back))
-        with on_cores(found[0]):
+        with on_cores(cores[0]):
             stack.enter_context(running_triton(self.config))
 
     def failed_requests(self) -> int:
@@ -271,7 +271,7 @@ def summary_of_load(sample: Sample) -> list[dict[str, Any]]:
     for block, before in zip(sample["blocks"], kinds, strict=False):
         if before != TRITON:
             chosen[block["kind"]] |= (end >= block["begin_s"]) & (end <= block["end_s"])
-    p99_ms = {kind: float(np.percentile(latency_ms[found], 99)) for kind, found in chosen.items()}
+    p99_ms = {kind: float(np.percentile(latency_ms[selected], 99)) for kind, selected in chosen.items()}
     rows = []
     for kind in (SWAP, TRITON):
         took = [reload["reload_ms"] for reload in sample["reloads"] if reload["reload"] == kind]

@@ -74,9 +74,9 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
         free = _free(device)
         rows.append(["all", device, *[""] * len(COLUMNS), shown(size), "" if free is None else f"{shown(free)} free"])
         if free is not None and size > free:
-            each = ", ".join(f"{role} {shown(part)}" for role, part in parts[device].items())
+            by_role = ", ".join(f"{role} {shown(part)}" for role, part in parts[device].items())
             problems.append(
-                f"{device} has {shown(free)} free and the models need {shown(size)} ({each}): set "
+                f"{device} has {shown(free)} free and the models need {shown(size)} ({by_role}): set "
                 "another device, dtype or precision bfloat16, lora_rank, more ranks or tensor_parallel"
             )
     widths = [max(map(len, column)) for column in zip(*(row[: len(rows[0])] for row in rows), strict=True)]

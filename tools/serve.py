@@ -91,8 +91,8 @@ def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
     from rlhf_triton.tools.memory_table import memory_lines  # torch: slow to import
 
     command = "serve --dry-run" if served_only else "run --dry-run"
-    found = preflight.findings(config, command, found_by)
-    refused = [finding.text for finding in found if finding.level is Level.FAILED]
+    memory = preflight.findings(config, command, found_by)
+    refused = [finding.text for finding in memory if finding.level is Level.FAILED]
     lines, problems = memory_lines(config, served_only=served_only)
     problems = [*refused, *problems]
     if line := effect_line(config):

@@ -80,8 +80,8 @@ def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
         first = next((prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata), None)
         if config.uses_reward_model and first is not None:
             tokens = chat.tokenizer(chat.prompt(first.metadata[MESSAGES_KEY]), add_special_tokens=False)["input_ids"]
-            known = {**first.metadata, **chat.options}
-            check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=known)])
+            variables = {**first.metadata, **chat.options}
+            check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=variables)])
     except EnvironmentFailed as error:
         if error.is_misused:
             yield failed("environment", str(error))

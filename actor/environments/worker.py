@@ -37,11 +37,11 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 class HostedEnvironment:
     """One instance of the user's class, and its thread. Operations raise BadScore; only one may run at a time."""
 
-    def __init__(self, parent: Parent, made: UserFunction, score: UserFunction | None) -> None:
+    def __init__(self, parent: Parent, environment_class: UserFunction, score: UserFunction | None) -> None:
         self.lock = asyncio.Lock()
         self._parent = parent
         self._settings = parent.settings
-        self._made = made
+        self._class = environment_class
         self._score = score
         self._thread = ThreadPoolExecutor(1)
         self._target: Any = None
@@ -140,7 +140,7 @@ class HostedEnvironment:
     def _construct(self) -> None:
         """Create the instance, and find its tools as TRL does; a class whose `step` has a parameter has no tools."""
         settings = self._settings
-        self._target = configured(self._parent.spec, self._made, dict(settings["options"]), settings["timeout_s"])
+        self._target = configured(self._parent.spec, self._class, dict(settings["options"]), settings["timeout_s"])
         if not callable(getattr(self._target, "reset", None)):
             raise BadScore("the class has no method reset, which starts an episode")
         step = getattr(self._target, "step", None)
@@ -184,10 +184,10 @@ def _reward(value: Any) -> float | None:
         raise BadScore(f"the reward is {value!r:.80}; return a finite number or None") from error
 
 
-def _is_defect(error: BaseException, given: str) -> bool:
-    """Return whether user code would fail for every policy, not only for the row and the action in `given`."""
+def _is_defect(error: BaseException, inputs: str) -> bool:
+    """Return whether user code would fail for every policy, not only for the row and the action in `inputs`."""
     if isinstance(error, KeyError):  # such as a missing column; a command of the policy is in its action
-        return str(next(iter(error.args), "")) not in given
+        return str(next(iter(error.args), "")) not in inputs
     if isinstance(error, AttributeError):  # `re.match` gives None for an action that does not match
         return error.obj is not None
     return isinstance(error, (BadScore, NameError, ImportError))
@@ -228,13 +228,13 @@ def main(argv: list[str]) -> int:
     settings = parent.settings
     threading.stack_size(2 << 20)  # 8 MiB by default, which count towards the worker's memory limit
     try:
-        made = import_function(parent.spec)
+        environment_class = import_function(parent.spec)
         score = settings["reward"] and import_function(settings["reward"])
     except FunctionError as error:
         parent.reply(settings, {"refused": str(error)})
         return 1
     parent.reply(settings, {"ready": True})
-    asyncio.run(serve(parent, lambda: HostedEnvironment(parent, made, score)))
+    asyncio.run(serve(parent, lambda: HostedEnvironment(parent, environment_class, score)))
     return 0
 
 

@@ -352,8 +352,8 @@ class ConversationSource(RowSource):
 
     def _without(self, number: int, ready: Sequence[NewRow]) -> list[NewRow]:
         """Return the rows of other conversations; cancel the calls that an agent has left open."""
-        left = [row for row, _ in ready if row % ROW_STEP == number]
-        self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in left])
+        abandoned = [row for row, _ in ready if row % ROW_STEP == number]
+        self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in abandoned])
         return [item for item in ready if item[0] % ROW_STEP != number]
 
     def wake(self) -> None:

@@ -198,8 +198,8 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
             f"{policy.settings.model}, which has different weights or another config.json: the KL would be "
             f"measured against a different reference; set actor.policy.model back, {WAY_OUT}"
         )
-    known = state.get("reference_fingerprint")
-    if reference is not None and known is not None and not is_same_model(known, reference):
+    saved = state.get("reference_fingerprint")
+    if reference is not None and saved is not None and not is_same_model(saved, reference):
         raise CheckpointError(
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
             f"has different weights or another config.json now; set it back, {WAY_OUT}"

@@ -189,9 +189,9 @@ class VllmGeneration(Generation):
         turns: dict[int, int] = collections.Counter()
 
         async def respond(row: int, tokens: Sequence[int], seed: int, number: int) -> None:
-            left = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
+            max_new_tokens = min(self._settings.max_new_tokens, row_source.longest - len(tokens))
             own_seed = [seed, number, *([turns[row]] if turns[row] else ())]
-            sampling = self._sampling_parameters(own_seed, left, greedy=greedy)
+            sampling = self._sampling_parameters(own_seed, max_new_tokens, greedy=greedy)
             turns[row] += 1
             # The turns of a conversation go to the same server, which has the tokens before them in its cache.
             session = None if self.runner is None else f"{seed}.{number % ROW_STEP}"

@@ -103,7 +103,7 @@ def dashboards(text: str) -> dict[Path, str]:
     titles = dict.fromkeys(line.panel for line in SERVED)
     served = [panel(i, title, {"": SERVED}, like) for i, title in enumerate(titles)]
     serving = {**board, "title": f"{board['title']}: serving", "uid": f"{board['uid']}-serving", "panels": served}
-    return {path: json.dumps(each, indent=1) + "\n" for path, each in ((DASHBOARD, board), (SERVING, serving))}
+    return {path: json.dumps(content, indent=1) + "\n" for path, content in ((DASHBOARD, board), (SERVING, serving))}
 
 
 if __name__ == "__main__":

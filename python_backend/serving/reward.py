@@ -77,9 +77,9 @@ def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
     is_process = parameters.optional(PROCESS) is not None
     logit = parameters.optional("logit")
     if logit is not None:
-        found = json.loads(logit)
-        probability = score == "probability" or (score == "auto" and is_process and bool(found["against"]))
-        return "load_logit_reward", {**options, **found, "probability": probability}
+        rule = json.loads(logit)
+        probability = score == "probability" or (score == "auto" and is_process and bool(rule["against"]))
+        return "load_logit_reward", {**options, **rule, "probability": probability}
     if is_process:
         return "load_process_reward", {**options, "attribute_weights": weights, "score": score}
     return "load_reward", {**options, "pooling": parameters.text("pooling"), "attribute_weights": weights}

@@ -315,10 +315,10 @@ class Engine:
 
         Returns False if there are no rows.
         """
-        taken = self._next_forward(waits=not launched)
-        if taken is None:
+        forward = self._next_forward(waits=not launched)
+        if forward is None:
             return False
-        model, batch = taken
+        model, batch = forward
         if not batch:
             return True
         rows = [scoring.rows[i] for scoring, i in batch]
@@ -405,8 +405,8 @@ class Engine:
 
     def _tensors(self, scoring: Scoring) -> Arrays:
         """Return the requested outputs that can be sent."""
-        made = ((name, make(scoring)) for name, make in self._reply.items() if name in scoring.call.wanted)
-        return {name: tensor for name, tensor in made if tensor is not None}
+        outputs = ((name, make(scoring)) for name, make in self._reply.items() if name in scoring.call.wanted)
+        return {name: tensor for name, tensor in outputs if tensor is not None}
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
         with self._changed:

@@ -93,8 +93,8 @@ class TorchProcess:
         """Launch a forward pass, in halves if it does not fit into the device's memory, and on all ranks."""
         if self._ranks is not None:
             with self.on_all_ranks(version.model, rows, width):
-                found = forward(version.model, rows, width)()
-            return lambda: found
+                outputs = forward(version.model, rows, width)()
+            return lambda: outputs
         parts = self._memory.run_in_parts(lambda part: forward(version.model, part, width), rows)
         if halved := self._memory.new_halvings():
             self._failures.add((0, halved))

@@ -296,12 +296,12 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
     Raises:
         CheckpointError: config.json is damaged.
     """
-    found = read_config(folder).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
-    if found is None:
+    stored = read_config(folder).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
+    if stored is None:
         return None
     try:
-        names = {key: tuple(map(str, read_key(found, key, list, None) or ())) for key in ("transposed", "rounded")}
-        return StoredAdapters(base=int(found["base"]), scale=float(found["scale"]), **names)
+        names = {key: tuple(map(str, read_key(stored, key, list, None) or ())) for key in ("transposed", "rounded")}
+        return StoredAdapters(base=int(stored["base"]), scale=float(stored["scale"]), **names)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error!r}") from error
 
@@ -359,8 +359,8 @@ def pickles_beside(folder: Path) -> list[Path]:
 
 def model_type_of(config: Mapping[str, Any]) -> str:
     """Return the model type of a configuration, as transformers calls it."""
-    found = read_key(config, "model_type", str, "unknown")
-    return MODEL_TYPES.get(found, found)
+    model_type = read_key(config, "model_type", str, "unknown")
+    return MODEL_TYPES.get(model_type, model_type)
 
 
 def stored_dtypes(folder: Path) -> set[str]:
@@ -409,21 +409,22 @@ def _without_records(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _constants(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> Constants | None:
-    found = config.get("reward_standardization")
-    if found is None and read_key(config, "do_normalize", bool, False):
+    constants = config.get("reward_standardization")
+    if constants is None and read_key(config, "do_normalize", bool, False):
         return _moments(folder, config, tensors)
-    if found is None and read_key(config, "normalize_reward", bool, False) and config.get("mean") is not None:
-        found = {"mean": config["mean"], "std": config.get("std")}  # written by OpenRLHF
-    if found is None or found == {}:
+    if constants is None and read_key(config, "normalize_reward", bool, False) and config.get("mean") is not None:
+        constants = {"mean": config["mean"], "std": config.get("std")}  # written by OpenRLHF
+    if constants is None or constants == {}:
         return None
     try:
-        mean, std = (read_key(found, key, float, default) for key, default in (("mean", 0.0), ("std", 1.0)))
+        mean, std = (read_key(constants, key, float, default) for key, default in (("mean", 0.0), ("std", 1.0)))
     except (AttributeError, ValueError):
         mean = 0.0
         std = 0.0
     if std <= 0:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: reward_standardization is {found!r}, but must be {{mean, std}} with std above 0"
+            f"{folder / CONFIG_FILE}: reward_standardization is {constants!r}, but must be {{mean, std}} with std "
+            "above 0"
         )
     return Constants(mean, std)
 
@@ -439,8 +440,8 @@ def _moments(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> C
     moments = []
     for name in NORMALISER[:2]:
         key = name.partition(".")[2]
-        given = config.get(key)
-        listed = given if isinstance(given, list) else [given]
+        value = config.get(key)
+        listed = value if isinstance(value, list) else [value]
         stored = read_numbers(folder, tensors[name]) if name in tensors else listed
         moments.append(read_key({key: stored[0] if len(stored) == 1 else stored}, key, float, math.nan))
     mean, var = moments
@@ -455,10 +456,10 @@ def _moments(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> C
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in head_files(folder):
-        found = tensors_in(file)
+        infos = tensors_in(file)
         # LDL's files contain one module each, without its name in the tensor names.
-        alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in found)
-        named = {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
+        alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in infos)
+        named = {f"{file.stem}.{name}" if alone else name: info for name, info in infos.items()}
         tensors = _joined(folder, tensors, named)
     return _joined(folder, _read_body(folder), tensors)
 

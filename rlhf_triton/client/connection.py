@@ -132,8 +132,8 @@ class HTTPConnection:
         if not different:
             self._declared[model] = served
             return served
-        found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
-        difference = f"{model} has {different[0]} {found}, but {wanted} is expected; start both from the same YAML"
+        value, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
+        difference = f"{model} has {different[0]} {value}, but {wanted} is expected; start both from the same YAML"
         if difference != self._difference:
             logger.warning("%s gets no requests: %s; serve it with the same configuration", self._url, difference)
         self._difference = difference

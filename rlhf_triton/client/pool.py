@@ -284,19 +284,19 @@ class ServerPool(Generic[C]):
         async with self._resolving:
             urls = await self._names.urls()
             before = self.servers
-            known = {server.url for server in before}
-            joined = [Server(url=url, connection=self._connect(url)) for url in urls if url not in known]
-            left = [server for server in before if server.url not in urls]
-            self.servers = [*(server for server in before if server not in left), *joined]
-            self._gone += left
+            current_urls = {server.url for server in before}
+            joined = [Server(url=url, connection=self._connect(url)) for url in urls if url not in current_urls]
+            removed = [server for server in before if server.url not in urls]
+            self.servers = [*(server for server in before if server not in removed), *joined]
+            self._gone += removed
             for server in joined if before else []:
                 server.down = "has just joined"
                 self._spawn(self._probe_until_ready(server))
-            for server in left:
+            for server in removed:
                 logger.info("%s has left: it gets no further requests", server.url)
             if not before and self._names.may_change:
                 self._spawn(self._follow_names())
-            if joined or left:
+            if joined or removed:
                 self._wake_waiters()
 
     async def _follow_names(self) -> None:
@@ -368,10 +368,10 @@ class ServerPool(Generic[C]):
         return f"{server.url}: {cause}" if cause else None
 
     def _suspend(self, server: Server[C], model: str, failure: AttemptFailed) -> None:
-        known = server.suspended.get(model)
-        if known and not known.on_trial:  # another request that was in flight has already recorded it
+        suspension = server.suspended.get(model)
+        if suspension and not suspension.on_trial:  # another request that was in flight has already recorded it
             return
-        losses = known.losses + 1 if known else 1
+        losses = suspension.losses + 1 if suspension else 1
         pause_s = backoff_s(retry.BACKOFF_S, losses - 1)
         server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, failure.why)
         asyncio.get_running_loop().call_later(pause_s, self._wake_waiters)
@@ -396,11 +396,11 @@ class ServerPool(Generic[C]):
         await self._changed.wait()
 
     def _causes(self) -> str:
-        found = []
+        lines = []
         for server in self.servers:
             causes = [server.down] if server.down else [f"{m}: {s.cause}" for m, s in server.suspended.items()]
-            found += [f"{server.url}: {cause}" for cause in causes]
-        return "; ".join(found)
+            lines += [f"{server.url}: {cause}" for cause in causes]
+        return "; ".join(lines)
 
     def _wake_waiters(self) -> None:
         """Wake all waiters; end the outage if every model with waiting requests is served again."""

@@ -60,16 +60,16 @@ class Scores(np.ndarray):
                 terms[i] = [math.nan if term is None else term for term in result.components]
         self.components = {name: terms[:, k] for k, name in enumerate(served.components)}
         empty = (np.empty(0, np.float32), np.empty(0, np.int64))
-        found = [result.steps or empty for result in results] if served.granularity else []
-        self.steps = [rewards for rewards, _ in found]
-        self.step_ends = [ends for _, ends in found]
+        steps = [result.steps or empty for result in results] if served.granularity else []
+        self.steps = [rewards for rewards, _ in steps]
+        self.step_ends = [ends for _, ends in steps]
         return self
 
     def __getitem__(self, key: Any) -> Any:
         return np.asarray(self)[key]
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        plain = [np.asarray(each) if isinstance(each, Scores) else each for each in inputs]
+        plain = [np.asarray(value) if isinstance(value, Scores) else value for value in inputs]
         return getattr(ufunc, method)(*plain, **options)
 
 
@@ -193,8 +193,8 @@ def triton_reward(
     **columns: Any,
 ) -> list[float | None]:
     """Return the rewards of TRL's completions; see `RewardClient.as_trl`."""
-    known = {name: values for name, values in columns.items() if is_column(name, values, len(prompts))}
-    metadata = [{name: values[i] for name, values in known.items()} for i in range(len(prompts))]
+    row_columns = {name: values for name, values in columns.items() if is_column(name, values, len(prompts))}
+    metadata = [{name: values[i] for name, values in row_columns.items()} for i in range(len(prompts))]
     rows = [
         (prompt, completion) if isinstance(completion, str) else [*prompt, *completion]
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -249,26 +249,26 @@ def rows_of(
     inputs: Sequence[Input], metadata: Sequence[Mapping[str, Any]] | None, prompt_lengths: Sequence[int] | None
 ) -> list[Row]:
     """Return the rows to score. Raises ContractError with the row that is invalid."""
-    given = listed("inputs", inputs)
-    first = given[0] if given else ""
+    entries = listed("inputs", inputs)
+    first = entries[0] if entries else ""
     is_number = isinstance(first, int | float) or (getattr(first, "shape", None) == () and not isinstance(first, str))
-    is_pair = isinstance(inputs, tuple) and len(given) == 2 and isinstance(given[1], str)  # or two texts
+    is_pair = isinstance(inputs, tuple) and len(entries) == 2 and isinstance(entries[1], str)  # or two texts
     if is_number or is_pair or isinstance(first, Mapping):
         raise not_rows("inputs", inputs)
-    columns = per_row("metadata", metadata, len(given), plain_object) or [{}] * len(given)
-    lengths = per_row("prompt_lengths", prompt_lengths, len(given), whole_number) or [0] * len(given)
-    found = []
-    for i, (each, known, length) in enumerate(zip(given, columns, lengths, strict=True)):
-        if taken := RESERVED & known.keys():
-            raise ContractError(f"metadata[{i}].{min(taken)}: a reserved name; put it into the row, or rename it")
-        row = _row(i, each, known)
+    columns = per_row("metadata", metadata, len(entries), plain_object) or [{}] * len(entries)
+    lengths = per_row("prompt_lengths", prompt_lengths, len(entries), whole_number) or [0] * len(entries)
+    rows = []
+    for i, (entry, row_metadata, length) in enumerate(zip(entries, columns, lengths, strict=True)):
+        if reserved := RESERVED & row_metadata.keys():
+            raise ContractError(f"metadata[{i}].{min(reserved)}: a reserved name; put it into the row, or rename it")
+        row = _row(i, entry, row_metadata)
         if length:
             if row.tokens is None or not 0 < length < len(row.tokens):
                 most = "0, as the row is a text" if row.tokens is None else f"0 to {len(row.tokens) - 1}"
                 raise ContractError(f"prompt_lengths[{i}]: {length}, must be {most}")
             row = replace(row, prompt_length=length)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:

@@ -436,8 +436,8 @@ def check_actor(actor: ActorSection) -> None:
 def _check_prompts(prompts: PromptsSection) -> None:
     """Reject `files` in addition to `path`, an empty list without `path`, and a file that is listed twice."""
     files = prompts.files
-    given = prompts.model_fields_set
-    if not files and "files" in given and "path" not in given:
+    fields = prompts.model_fields_set
+    if not files and "files" in fields and "path" not in fields:
         raise ValueError("actor.prompts.files is empty; list a file, or set actor.prompts.path")
     if files and prompts.path != PromptsSection().path:
         raise ValueError(

@@ -59,8 +59,8 @@ def limits_of(model: Any) -> Limits:
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             positions = module.num_embeddings - module.padding_idx - 1
     limits = positions, stable_length(model.config.to_dict())
-    known = [int(limit) for limit in limits if limit and limit > 0]
-    return Limits(model.get_input_embeddings().num_embeddings, min(known, default=None))
+    positive = [int(limit) for limit in limits if limit and limit > 0]
+    return Limits(model.get_input_embeddings().num_embeddings, min(positive, default=None))
 
 
 @torch.no_grad()
@@ -86,8 +86,11 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
     def outputs(rows: list[Tensor], width: int, padding: int = 0) -> list[Tensor]:
         ids = torch.stack([F.pad(row, (0, width - len(row)), value=padding) for row in rows])
         attention = torch.stack([F.pad(torch.ones_like(row), (0, width - len(row))) for row in rows])
-        found = forward(ids, attention).float()
-        return [each[: len(row)] if found.ndim == 3 else each for each, row in zip(found, rows, strict=True)]
+        padded = forward(ids, attention).float()
+        return [
+            row_outputs[: len(row)] if padded.ndim == 3 else row_outputs
+            for row_outputs, row in zip(padded, rows, strict=True)
+        ]
 
     (alone,) = outputs([short], len(short))
     (beside, longer) = outputs([short, long], longest)
@@ -124,8 +127,8 @@ def one_by_one(forward: Forward, ids: Tensor, attention: Tensor, **types: Tensor
     outputs = []
     for i, length in enumerate(attention.sum(1).tolist()):
         row = {name: each[i : i + 1, :length] for name, each in types.items()}
-        found = forward(ids[i : i + 1, :length], attention[i : i + 1, :length], **row)[0]
-        outputs.append(F.pad(found, (0, 0, 0, ids.shape[1] - length)) if found.ndim == 2 else found)
+        output = forward(ids[i : i + 1, :length], attention[i : i + 1, :length], **row)[0]
+        outputs.append(F.pad(output, (0, 0, 0, ids.shape[1] - length)) if output.ndim == 2 else output)
     return torch.stack(outputs)
 
 

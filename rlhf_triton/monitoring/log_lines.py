@@ -17,8 +17,8 @@ def set_log_position(*, step: int | None = None, version: int | None = None) -> 
 
     The position belongs to the process, not to a thread or task: all of them work on the current step or the next one.
     """
-    known = {"step": step, "version": version}
-    _position.update({name: value for name, value in known.items() if value is not None})
+    position = {"step": step, "version": version}
+    _position.update({name: value for name, value in position.items() if value is not None})
 
 
 class JsonFormatter(logging.Formatter):

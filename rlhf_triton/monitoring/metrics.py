@@ -349,12 +349,12 @@ class Exporter:
         """Yield the metrics that have a value; prometheus_client calls this at each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        found = self._all()
+        current = self._all()
         for metric in self.metrics:
-            if metric.name in found:
+            if metric.name in current:
                 family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[metric.kind]
                 shown = family(self._prefix + metric.name, metric.help, labels=[metric.label] if metric.label else None)
-                for label, value in found[metric.name].items():
+                for label, value in current[metric.name].items():
                     shown.add_metric([label] if metric.label else [], value)
                 yield shown
 
@@ -380,13 +380,13 @@ class Exporter:
 
     def _all(self) -> dict[str, dict[str, float]]:
         with self._lock:
-            found = {name: dict(values) for name, values in self._values.items()}
+            values_by_metric = {name: dict(values) for name, values in self._values.items()}
         for read in (self._live, self._disk):
             try:
-                found |= {name: _by_label(value) for name, value in read().items()}
+                values_by_metric |= {name: _by_label(value) for name, value in read().items()}
             except (OSError, RlhfError):  # thread edge: a scrape must not fail with the disk
                 continue
-        return found
+        return values_by_metric
 
     def _disk(self) -> Values:
         usage = shutil.disk_usage(self._run_dir)

@@ -132,9 +132,9 @@ class Judge(pydantic.BaseModel):
 
     def _message(self, sample: Sample) -> str:
         fields = {"prompt": sample.prompt, "response": sample.response, "text": sample.text or None}
-        known = {name: value for name, value in fields.items() if value is not None}
+        variables = {name: value for name, value in fields.items() if value is not None}
         try:
-            return self._template.render(metadata=sample.metadata, low=self.scale[0], high=self.scale[1], **known)
+            return self._template.render(metadata=sample.metadata, low=self.scale[0], high=self.scale[1], **variables)
         except jinja2.TemplateError as error:
             raise BadScore(f"the rubric cannot be rendered for this row: {error}") from error
 
@@ -163,11 +163,11 @@ class Judge(pydantic.BaseModel):
         if self.pattern is None:
             last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-LONGEST_LINE:]
             of_scale = rf"(?:\D*(?:/|\bof)\s*{high:g})?"  # such as "8/10" or "8 out of 10"
-            found = re.findall(rf"^\D*?([-+−]?\d+(?:\.\d+)?){of_scale}\D*$", last)
+            numbers = re.findall(rf"^\D*?([-+−]?\d+(?:\.\d+)?){of_scale}\D*$", last)
         else:
-            found = re.findall(self.pattern, answer)
+            numbers = re.findall(self.pattern, answer)
         try:
-            score = float(found[-1].replace("−", "-"))
+            score = float(numbers[-1].replace("−", "-"))
         except (IndexError, ValueError):
             raise BadScore(f"the judge's answer does not end with one score: {_excerpt(answer)}") from None
         if not low <= score <= high:

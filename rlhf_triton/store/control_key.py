@@ -46,13 +46,13 @@ def key_in(path: Path) -> str:
         key = secrets.token_hex(32).encode()
         with staged_file(path.parent, [key], mode=0o600) as fresh, contextlib.suppress(FileExistsError):
             os.link(fresh, path)
-    found = path.read_text().strip()
-    if len(found) < SHORTEST_KEY:
+    content = path.read_text().strip()
+    if len(content) < SHORTEST_KEY:
         raise RlhfError(
-            f"{path} contains a key of {len(found)} characters, must be at least {SHORTEST_KEY}; delete the file, and "
-            "the next start creates a new key"
+            f"{path} contains a key of {len(content)} characters, must be at least {SHORTEST_KEY}; delete the file, "
+            "and the next start creates a new key"
         )
-    return found
+    return content
 
 
 def closing_arguments(key: str) -> list[str]:

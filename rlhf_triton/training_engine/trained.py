@@ -240,7 +240,7 @@ class TrainedModel:
         Raises:
             CheckpointError: the checkpoint cannot be loaded because a `Resume.FIXED` setting differs.
         """
-        found = []
+        changes = []
         for key, now in self.settings.items():
             if (before := saved[key]) == now:
                 continue
@@ -250,16 +250,16 @@ class TrainedModel:
                     "(run.dir)"
                 )
             rounding = " (rounding only)" if self._marks.get(key) is Resume.ROUNDING else ""
-            found.append(f"{key}: was {before}, now {now}{rounding}")
-        return found
+            changes.append(f"{key}: was {before}, now {now}{rounding}")
+        return changes
 
 
 def operations(current: Callable[[], TrainedModel]) -> dict[str, Callable[..., object]]:
     """Return the handlers of a `TrainedModel`'s operations, by name; `current` returns this rank's `TrainedModel`."""
     return {
-        "trained.save": lambda **given: current().save(**given),
-        "trained.verify": lambda **given: current().verify(**given),
-        "trained.load": lambda **given: current().load(**given),
+        "trained.save": lambda **arguments: current().save(**arguments),
+        "trained.verify": lambda **arguments: current().verify(**arguments),
+        "trained.load": lambda **arguments: current().load(**arguments),
     }
 
 

@@ -74,8 +74,8 @@ class Worker:
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         end = clock() + limit_s
         self._writer.write(frame({**message, "number": number}))
-        while not future.done() and (left := end - clock()) > 0:
-            await asyncio.wait([future], timeout=min(max(left, WAIT_S[0]), WAIT_S[1]))
+        while not future.done() and (remaining_s := end - clock()) > 0:
+            await asyncio.wait([future], timeout=min(max(remaining_s, WAIT_S[0]), WAIT_S[1]))
         if future.done():
             return future.result()
         self.kill(f"the worker process was killed, because another call took longer than {limit_s:g} s")
@@ -202,7 +202,7 @@ def interpreter() -> str:
     """
     if sys.executable and Path(sys.executable).name.startswith("python"):
         return sys.executable
-    found = shutil.which("python3")
-    if found is None:
+    path = shutil.which("python3")
+    if path is None:
         raise RlhfError("there is no python3 on PATH, which child processes need; install it, or correct PATH")
-    return found
+    return path

@@ -237,10 +237,10 @@ def read_steps(path: Path, most: float = MOST_DRAWN) -> list[dict[str, Any]]:
     """Return the rows of a file by ascending step, at most `most`; the last one of a step that a resume repeated."""
     rows: list[dict[str, Any]] = []
     every = 1
-    for seen, row in enumerate(each_line(path)):
+    for i, row in enumerate(each_line(path)):
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
-        if seen % every == 0:
+        if i % every == 0:
             rows.append(row)
         if len(rows) > most:
             rows = rows[::2]
@@ -262,9 +262,9 @@ def formatted(value: float, spec: str) -> str:
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Return (steps, values) of the rows in which `key` is a finite number."""
-    found = [(row["step"], number(row.get(key))) for row in rows]
-    kept = [(step, value) for step, value in found if value is not None]
-    return [step for step, _ in kept], [value for _, value in kept]
+    points = [(row["step"], number(row.get(key))) for row in rows]
+    finite = [(step, value) for step, value in points if value is not None]
+    return [step for step, _ in finite], [value for _, value in finite]
 
 
 def components(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -76,17 +76,17 @@ class RunProgress:
         for row in self._critic_metrics.read_objects():
             if row.get("reload"):
                 self._reload = row
-        known = 0
+        last_yielded = 0
         for row in self._metrics.read_objects():
             step = row.get("step")
             if not isinstance(step, int):
                 continue
             last = self._recent[-1]["step"] if self._recent else 0
             if step <= last:  # a resumed run has rewritten the file
-                known = last
+                last_yielded = last
                 self._recent.clear()
             self._recent.append(row)
-            if step > known:
+            if step > last_yielded:
                 yield row
 
     def _eta(self) -> str:
@@ -110,8 +110,8 @@ class RunProgress:
             ("reload", _format(self._reload, "reload_ms", ",.0f", " ms")),
             ("failed requests", _format(row, "client/failed_requests", ".0f")),
         ]
-        known = (f"{name} {text}" for name, text in figures if text)  # a run without a critic has no critic figures
-        parts = [f"step {row['step']}/{self._total}", *known, _format(row, "timers/step_time", ".1f", " s")]
+        available = (f"{name} {text}" for name, text in figures if text)  # a run without a critic has no critic figures
+        parts = [f"step {row['step']}/{self._total}", *available, _format(row, "timers/step_time", ".1f", " s")]
         return "  ".join([*parts, f"ETA {self._eta()}"])
 
 

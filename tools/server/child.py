@@ -136,5 +136,5 @@ class Child:
 
 
 def _level_and_message(line: str) -> tuple[str, str]:
-    found = _TEXT_LINE.match(line)
-    return (found[1], found[2]) if found else parsed(line) or ("", "")
+    match = _TEXT_LINE.match(line)
+    return (match[1], match[2]) if match else parsed(line) or ("", "")

@@ -177,7 +177,7 @@ class TritonServer:
         """
         self.home = home
         self.repository = repository
-        self._given = section
+        self._configured = section
         self.section = with_free_ports(section)
         self.log_path = log_path
         self._backends = backends
@@ -251,7 +251,7 @@ class TritonServer:
             self._child = None
             self._stopping = False
             self._regions = Regions()
-            self.section = with_free_ports(self._given)
+            self.section = with_free_ports(self._configured)
             self.start()
             self._wait_ready(check)
         if state_file is not None:
