@@ -72,13 +72,13 @@ PARTS = {  # functions of this module, and the most seconds of each
     "swap": 60,
     "ppo_step": 90,
 }
-Row = dict[str, Any]
-Found = Iterator[Row]
+ResultRow = dict[str, Any]
+Found = Iterator[ResultRow]
 
 
 def number(
     name: str, value: float | None, *, least: float | None = None, most: float | None = None, of: str = ""
-) -> Row:
+) -> ResultRow:
     """Return the row of a measured number and the limits that it must keep; None: not measured, and `of` says why."""
     is_outside = value is not None and ((least is not None and value < least) or (most is not None and value > most))
     state = "OUTSIDE" if is_outside else ""
@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="tiny models: only shows that everything works")
 
 
-def measure(settings: argparse.Namespace, record: Record) -> list[Row]:
+def measure(settings: argparse.Namespace, record: Record) -> list[ResultRow]:
     """Run the parts one after the other; return their numbers."""
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     small = settings.quick or device == "cpu"
@@ -114,7 +114,7 @@ def measure(settings: argparse.Namespace, record: Record) -> list[Row]:
     return rows
 
 
-def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> Row:
+def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> ResultRow:
     """Run one part in a process of its own, which ends at the limit; return its sample."""
     rows_file = log.with_suffix(".jsonl")
     rows_file.unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> Ro
 
 
 @dataclass(frozen=True)
-class Job:
+class PartJob:
     """How a part is to run."""
 
     device: str
@@ -244,7 +244,7 @@ def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
     return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
-def environment(job: Job) -> Found:
+def environment(job: PartJob) -> Found:
     """The device's rates at best."""
     yield number("GPUs", torch.cuda.device_count())
     if job.device == "cuda":
@@ -253,7 +253,7 @@ def environment(job: Job) -> Found:
     yield number("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
 
 
-def served_score(job: Job) -> Found:
+def served_score(job: PartJob) -> Found:
     """Served scores against transformers' own."""
     rows = make_trace(IN_FLIGHT)
     folder = job.config().reward.model
@@ -274,7 +274,7 @@ def served_score(job: Job) -> Found:
     yield number("bfloat16: error of served scores, times that", bf16 / own, most=MOST_BF16_ERROR)
 
 
-def scoring(job: Job) -> Found:
+def scoring(job: PartJob) -> Found:
     """Tokens/s of the serving code in this process; on a GPU, also the share of its dense rate that is useful."""
     rows = job.trace()
     config = job.config(algorithm="reinforce++")
@@ -290,7 +290,7 @@ def scoring(job: Job) -> Found:
         yield number(f"{job.model}: share of the dense rate", operations / seconds / job.dense_rate())
 
 
-def swap(job: Job) -> Found:
+def swap(job: PartJob) -> Found:
     """A new critic version under requests."""
     config = job.config()
     store = WeightsStore(config.run.weights_dir)
@@ -319,7 +319,7 @@ def swap(job: Job) -> Found:
         yield number("most memory beside the served version, times its weights", more, most=limit)
 
 
-def ppo_step(job: Job) -> Found:
+def ppo_step(job: PartJob) -> Found:
     """What a PPO step computes, phase by phase; the second time, when all kernels are known."""
     num_rows, longest = (8, 24) if job.small else (64, 256)
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
@@ -384,5 +384,5 @@ def served(config: RunConfig, name: str, *outputs: str) -> Iterator[Callable[[An
 
 if __name__ == "__main__":  # the part, its job, and the file to which each number is appended as a line of JSON
     quiet_transformers()
-    for row in globals()[sys.argv[1]](Job(**json.loads(sys.argv[2]))):
+    for row in globals()[sys.argv[1]](PartJob(**json.loads(sys.argv[2]))):
         append_jsonl(Path(sys.argv[3]), [row])

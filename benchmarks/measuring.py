@@ -28,7 +28,7 @@ from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.tritonserver import TritonServer
 
-Sample = dict[str, Any]
+Measurement = dict[str, Any]
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
 FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
@@ -204,15 +204,15 @@ def in_turn(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
             yield number, name
 
 
-def grouped(samples: Iterable[Sample], *keys: str) -> dict[tuple[Any, ...], list[Sample]]:
+def grouped(samples: Iterable[Measurement], *keys: str) -> dict[tuple[Any, ...], list[Measurement]]:
     """Group samples by the values of `keys`, in order of first appearance."""
-    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    groups: dict[tuple[Any, ...], list[Measurement]] = {}
     for sample in samples:
         groups.setdefault(tuple(sample[key] for key in keys), []).append(sample)
     return groups
 
 
-def matched_ratio(samples: Iterable[Sample], one: str, other: str, key: str) -> float | None:
+def matched_ratio(samples: Iterable[Measurement], one: str, other: str, key: str) -> float | None:
     """Return the median over the rounds of `one`'s `key` divided by `other`'s; None if no round has both."""
     values = {(sample["contender"], sample["round"]): sample[key] for sample in samples}
     ratios = [
@@ -232,7 +232,7 @@ class Record:
     def __init__(self, settings: argparse.Namespace) -> None:
         self.out: Path = settings.out
         self.out.mkdir(parents=True, exist_ok=True)
-        self.samples: list[Sample] = []
+        self.samples: list[Measurement] = []
         self.has_failed = False
         self._about = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -242,7 +242,7 @@ class Record:
         }
         self._start = time.monotonic()
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Measurement) -> None:
         """Append a sample and write result.json."""
         self.samples.append(sample)
         self._write([])

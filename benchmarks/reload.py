@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.measuring import (
     FREE_PORTS,
     SIZES,
+    Measurement,
     Record,
-    Sample,
     make_checkpoint,
     make_trace,
     running_triton,
@@ -201,11 +201,11 @@ class ReloadService:
         """Call `do` in the publisher's thread, with its cores, priority and single torch thread; return the result."""
         return self._publishing.submit(do).result()
 
-    def reload(self, kind: str) -> Sample:
+    def reload(self, kind: str) -> Measurement:
         """Publish weights that differ a little, or let Triton replace the model's process; return the timings."""
         return {"reload": kind, **self.as_publisher(self._publish if kind == SWAP else self._replace_process)}
 
-    def _replace_process(self) -> Sample:
+    def _replace_process(self) -> Measurement:
         servers = ModelServers([self.config.server.grpc_url], control_key(self.store.root))
         version = self.store.current() or 0
         seconds, outcomes = timed(lambda: servers.load(version, timeout_s=LOAD_TIMEOUT_S))
@@ -214,7 +214,7 @@ class ReloadService:
                 raise outcome.error
         return {"version": version, "reload_ms": seconds * 1e3}
 
-    def _publish(self) -> Sample:
+    def _publish(self) -> Measurement:
         import torch
 
         from rlhf_triton.trainer.publish import Publisher
@@ -238,10 +238,10 @@ def _step_back(cores: Sequence[int]) -> None:
 # ---- part a ----
 
 
-def measure_load(settings: argparse.Namespace, service: ReloadService) -> Sample:
+def measure_load(settings: argparse.Namespace, service: ReloadService) -> Measurement:
     """Return the clients' observations, the reloads and the blocks: quiet, swaps, quiet, Triton reloads."""
-    reloads: list[Sample] = []
-    blocks: list[Sample] = []
+    reloads: list[Measurement] = []
+    blocks: list[Measurement] = []
     counts = {QUIET: 0, SWAP: settings.swaps, TRITON: settings.triton_reloads}
     before = service.failed_requests()
     with sending(service.config.server.http_url, settings.clients, service.client_core) as observed:
@@ -259,7 +259,7 @@ def measure_load(settings: argparse.Namespace, service: ReloadService) -> Sample
     return {**observed.result(), "reloads": reloads, "blocks": blocks, "failed_by_server": failed}
 
 
-def summary_of_load(sample: Sample) -> list[dict[str, Any]]:
+def summary_of_load(sample: Measurement) -> list[dict[str, Any]]:
     """Return a row for each kind of reload: failures, and the p99 of requests that ended in its blocks or quiet ones.
 
     Blocks after Triton reloads are left out, since they begin with a backlog.
@@ -296,7 +296,7 @@ def summary_of_load(sample: Sample) -> list[dict[str, Any]]:
 # ---- part b ----
 
 
-def measure_publish(settings: argparse.Namespace, service: ReloadService) -> Sample:
+def measure_publish(settings: argparse.Namespace, service: ReloadService) -> Measurement:
     """Return the timings of swaps on an otherwise idle server, each beside those of its unavoidable steps alone."""
     reloads = []
     service.reload(SWAP)  # warm-up: the first one includes deferred imports
@@ -317,7 +317,7 @@ def _alone(service: ReloadService, folder: Path) -> dict[str, float]:
     return {"hash_ms": hash_s * 1e3, "load_ms": load_s * 1e3, "canary_ms": canary_s * 1e3}
 
 
-def summary_of_publish(sample: Sample) -> list[dict[str, Any]]:
+def summary_of_publish(sample: Measurement) -> list[dict[str, Any]]:
     """Return a row of medians; `ratio`: of the time until a written version is served to that of the steps alone."""
     swaps = sample["reloads"]
     alone = {key: median(swap[key] for swap in swaps) for key in ("hash_ms", "load_ms", "canary_ms")}

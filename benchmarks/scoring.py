@@ -29,8 +29,8 @@ from benchmarks.measuring import (
     HOST,
     LONGEST,
     SIZES,
+    Measurement,
     Record,
-    Sample,
     closed_loop,
     cpu_seconds,
     grouped,
@@ -136,12 +136,12 @@ def start_best(
     return best[1], best[0]
 
 
-def send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Sample:
+def send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Measurement:
     """Send requests to a contender; return times, CPU seconds and the largest difference to transformers."""
     return asyncio.run(_send(server, rows, concurrency, num_requests, expected))
 
 
-async def _send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Sample:
+async def _send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Measurement:
     trace = make_trace(rows * num_requests)
     requests = [trace[i : i + rows] for i in range(0, len(trace), rows)]
     async with server.connect() as sender:
@@ -333,7 +333,7 @@ def serve_pytriton(checkpoint: Path, instances: int, threads: int, http: int, gr
 # ---- the report ----
 
 
-def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def summary(samples: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Return medians for every contender at every point; ratios are medians over matched rounds."""
     rows = []
     for point, at_point in grouped(samples, *POINT).items():

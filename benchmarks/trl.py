@@ -22,8 +22,8 @@ from benchmarks.measuring import (
     SEED,
     SHORTEST,
     SIZES,
+    Measurement,
     Record,
-    Sample,
     cpu_seconds,
     grouped,
     in_turn,
@@ -137,7 +137,7 @@ def prepare(
     }
 
 
-def turn(name: str, settings: dict[str, Any], options: argparse.Namespace) -> Sample:
+def turn(name: str, settings: dict[str, Any], options: argparse.Namespace) -> Measurement:
     """Run one side from its start until it has done its steps; return means over those after the warm-up."""
     folder = Path(settings["folder"])
     environment = {**LIBRARY_ENV}
@@ -210,7 +210,7 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def summary(samples: list[Sample]) -> list[dict[str, Any]]:
+def summary(samples: list[Measurement]) -> list[dict[str, Any]]:
     """Return medians over the rounds for each cell, and the medians of the ratios of matched rounds."""
     rows = []
     for key, in_cell in grouped(samples, *CELL).items():

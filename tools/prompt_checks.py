@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_triton.actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
-from rlhf_triton.actor.run.row_limits import REPLY, check_lengths, check_renderings
+from rlhf_triton.actor.run.row_limits import TRIAL_REPLY, check_lengths, check_renderings
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, RunConfig
@@ -72,9 +72,9 @@ def check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]
             if section.process is not None:  # whose rows have another form; it reads replies without the template
                 reader.rendered(0, *row_texts(prompt, ""))
                 return 0
-            text, metadata = row_texts(prompt, REPLY)
+            text, metadata = row_texts(prompt, TRIAL_REPLY)
             if section.text == "pair" and not is_chat:
-                return len(reader.encoded(0, prompt.text, metadata, REPLY).ids)
+                return len(reader.encoded(0, prompt.text, metadata, TRIAL_REPLY).ids)
             return len(reader.encoded(0, text, metadata).ids)
         except ContractError as error:
             raise PromptError(f"{prompt.where}: reward.model: {error.of_only_row}") from error

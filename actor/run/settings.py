@@ -35,7 +35,7 @@ PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the lat
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
 FIXED_KEYS = ("critic.model", "critic.standardization")
-DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
+DAMAGED_FILE = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
 
@@ -61,7 +61,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     try:
         earlier_contents = read_json(folder / CONTENTS_FILE) or {}
     except ValueError as error:
-        raise ConfigError(DAMAGED.format(folder / CONTENTS_FILE, error)) from error
+        raise ConfigError(DAMAGED_FILE.format(folder / CONTENTS_FILE, error)) from error
     before = flat_settings(earlier)
     changed = {
         key: [before.get(key), now.get(key)]
@@ -153,7 +153,7 @@ def started_with(run_dir: Path) -> RunConfig | None:
         sections = read_json(path)
         return None if sections is None else RunConfig.model_validate(sections)
     except (ValueError, RlhfError) as error:
-        raise ConfigError(DAMAGED.format(path, reason_of(error))) from error
+        raise ConfigError(DAMAGED_FILE.format(path, reason_of(error))) from error
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlhf_triton.models.modeling import RewardModel, Standardization
+from rlhf_triton.models.modeling import RewardModel, StandardizationChoice
 from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Wait
@@ -85,9 +85,9 @@ def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
     return "load_reward", {**options, "pooling": parameters.text("pooling"), "attribute_weights": weights}
 
 
-def read_standardization(setting: str) -> Standardization:
+def read_standardization(setting: str) -> StandardizationChoice:
     """Parse the model parameter `standardization`: `model`, `off`, or JSON `{"mean": m, "std": s}`."""
     if setting in ("model", "off"):
-        return cast(Standardization, setting)
+        return cast(StandardizationChoice, setting)
     constants = json.loads(setting)
     return constants["mean"], constants["std"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-Job = Iterator[Any]
+BackgroundJob = Iterator[Any]
 SLICE_S = 0.005
 
 
@@ -27,11 +27,11 @@ class RoundRobin:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[BackgroundJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BackgroundJob) -> None:
         """Append the job to the queue; its first step runs in the thread."""
         self._jobs.put(job)
 

@@ -44,7 +44,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # formats that this project does not read
 # Files that are not part of a model: the state of a training run, and copies of the weights in other formats.
 TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+")
-COPIES = re.compile(
+OTHER_FORMATS = re.compile(
     r"pytorch_model([-_]\d+-of-\d+)?\.bin|(tf_model|flax_model)([-_]\d+-of-\d+)?\.(h5|msgpack)"
     r"|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)"
 )
@@ -354,7 +354,7 @@ def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
 
 def pickles_beside(folder: Path) -> list[Path]:
     """Return the pickled files that are not copies of the folder's safetensors weights."""
-    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not COPIES.fullmatch(file.name)]
+    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not OTHER_FORMATS.fullmatch(file.name)]
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
@@ -480,7 +480,8 @@ def head_files(folder: Path) -> list[Path]:
     if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
         own |= set(weight_map_of(folder / INDEX_FILE).values())
     others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
-    return [file for file in others if not TRAINER_STATE.fullmatch(file.name) and not COPIES.fullmatch(file.name)]
+    ignored = (TRAINER_STATE, OTHER_FORMATS)
+    return [file for file in others if not any(pattern.fullmatch(file.name) for pattern in ignored)]
 
 
 def _read_body(folder: Path) -> dict[str, TensorInfo]:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client import retry
-from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed, ServersDiffer
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind, RequestFailed, ServersDiffer
 from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
@@ -44,7 +44,7 @@ class ServerPool(Generic[C]):
         """
         Args:
             hint: ends the message if no server is healthy for `max_outage_s`.
-            waits_for_same: if all servers are Kind.DIFFERENT, requests wait for another one instead of failing at once.
+            waits_for_same: if all servers are ErrorKind.DIFFERENT, requests wait for another one instead of failing.
         """
         self.servers: list[Server[C]] = []
         self.training_queue = TrainingQueue()
@@ -120,7 +120,7 @@ class ServerPool(Generic[C]):
         if failure.kind.is_final:
             self.record_success(server, model)
             return False
-        if failure.kind is Kind.DEAD:
+        if failure.kind is ErrorKind.DEAD:
             self._suspend(server, model, failure)
             return True
         if server in self._gone:
@@ -185,7 +185,7 @@ class ServerPool(Generic[C]):
         The pause is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed
         if there is no next attempt.
         """
-        if failure.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
+        if failure.kind is ErrorKind.OTHER_VERSION and attempts.demanded is not None:
             return self._pause_for_version(server, attempts, failure)
         is_lost = await self.record_failure(server, attempts.model, failure)
         goes_elsewhere = is_lost and self.can_accept(attempts.model, excluded=server)
@@ -314,7 +314,7 @@ class ServerPool(Generic[C]):
         server.losses += 1
         self._fail_waiting(server, failure)
         if len(self.servers) > 1:
-            level = logging.INFO if failure.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
+            level = logging.INFO if failure.kind is ErrorKind.UNLOADED else logging.WARNING  # draining is not a fault
             logger.log(level, "%s gets no requests until it is ready again: %s", server.url, server.down)
         self._spawn(self._probe_until_ready(server))
 
@@ -353,8 +353,8 @@ class ServerPool(Generic[C]):
         return "; ".join(cause for cause in causes if cause) or None
 
     def _fail_waiting(self, server: Server[C], failure: AttemptFailed) -> None:
-        """If the server is Kind.DIFFERENT, mark it as unusable; waiting requests fail once all servers are."""
-        if failure.kind is Kind.DIFFERENT and not self._waits_for_same:
+        """If the server is ErrorKind.DIFFERENT, mark it as unusable; waiting requests fail once all servers are."""
+        if failure.kind is ErrorKind.DIFFERENT and not self._waits_for_same:
             server.unusable = ServersDiffer(f"{server.url} {failure.event}: {failure.why}")
             self._wake_waiters()
 

@@ -8,7 +8,7 @@ from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client.errors import (
     FAILURES,
     AttemptFailed,
-    Kind,
+    ErrorKind,
     RequestFailed,
 )
 from rlhf_triton.config import ClientSection
@@ -133,7 +133,7 @@ class Attempts:
             self.retried += 1
             self._pauses += 1
             return backoff_s(BACKOFF_S, self._pauses)
-        if failure.kind is Kind.LATE and not self.repeats_late:
+        if failure.kind is ErrorKind.LATE and not self.repeats_late:
             raise self._failure(failure, url) from failure.__cause__
         self._count_attempt(failure, url)
         if not self.budget.spend():
@@ -147,7 +147,7 @@ class Attempts:
 
     def _retry_outage(self, failure: AttemptFailed, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""
-        if failure.kind is not Kind.BUSY or not self.outlast_s:
+        if failure.kind is not ErrorKind.BUSY or not self.outlast_s:
             return False
         if not self._pauses:
             self._busy_since = time.monotonic()
@@ -156,7 +156,7 @@ class Attempts:
 
     def _count_attempt(self, failure: AttemptFailed, url: str) -> None:
         self._num_attempts += 1
-        is_final = failure.kind.is_final and not (failure.kind is Kind.FAILED and self.repeats_failures)
+        is_final = failure.kind.is_final and not (failure.kind is ErrorKind.FAILED and self.repeats_failures)
         if is_final or self._num_attempts > self.retries:
             raise self._failure(failure, url) from failure.__cause__
 

@@ -16,13 +16,13 @@ from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_obje
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.chats import Messages
 from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange, whole_number
 from rlhf_triton.wire.messages import BadMessages, plain_messages, warn_once
 
 logger = logging.getLogger(__name__)
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Input: TypeAlias = str | tuple[str | Messages, str] | Messages | Sequence[int] | np.ndarray
-FORMS = "a text, a pair (prompt, response), the messages of a chat, or token ids"
+ROW_FORMS = "a text, a pair (prompt, response), the messages of a chat, or token ids"
 NO_REWARD = "no reward: its YAML needs a section `reward`, or `rewards`"
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
 
@@ -280,7 +280,7 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         or not hasattr(value, "__getitem__")
         or getattr(value, "ndim", 1) == 0
     ):
-        raise ContractError(f"{where}: {value!r:.80}, must be {FORMS}")
+        raise ContractError(f"{where}: {value!r:.80}, must be {ROW_FORMS}")
     prompt, response = value if len(value) == 2 else (None, None)
     if isinstance(response, str):
         if isinstance(prompt, str):
@@ -298,7 +298,7 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         (tokens,) = token_rows([value])
     except ContractError as error:
         reason = str(error).removeprefix("tokens[0]: ")
-        raise ContractError(f"{where}: {reason}; a row is {FORMS}") from error
+        raise ContractError(f"{where}: {reason}; a row is {ROW_FORMS}") from error
     return Row(tokens=tokens, metadata=metadata)
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, mo
 
 from rlhf_triton.config.algorithms import (
     ALGORITHMS,
-    GATES,
+    DIVERGENCES,
     LOSSES,
     AdvantageName,
     Algorithm,
@@ -140,14 +140,14 @@ class CorrectionSection(Section):
         """Upper end of the range: `high`, or its default for the mode."""
         if self.high is not None:
             return self.high
-        gate = GATES.get(self.mode)
+        gate = DIVERGENCES.get(self.mode)
         if gate is None:
             return 2.0
         return gate.token if self.level == "token" else gate.sequence
 
     @model_validator(mode="after")
     def _consistent(self) -> CorrectionSection:
-        if self.mode in GATES and (self.low or self.level == "geometric"):
+        if self.mode in DIVERGENCES and (self.low or self.level == "geometric"):
             setting = f"low ({self.low:g})" if self.low else f"level ({self.level})"
             raise ValueError(
                 f"actor.algorithm.correction.{setting} does not apply to mode: {self.mode}, which has only an upper "

@@ -20,7 +20,7 @@ from rlhf_triton.models.gpu import Array, to_device
 from rlhf_triton.wire.contract import Limits
 
 logger = logging.getLogger(__name__)
-Forward = Callable[..., Tensor]
+ModelForward = Callable[..., Tensor]
 # tokens of the two probe rows
 SHORT = 3
 LONG = 9
@@ -64,7 +64,7 @@ def limits_of(model: Any) -> Limits:
 
 
 @torch.no_grad()
-def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) -> bool:
+def depends_on_padding(model: Any, forward: ModelForward, *, is_masked: bool = True) -> bool:
     """Return whether the outputs of `forward` for a row depend on its padding; if so, log by how much.
 
     Compares the outputs of a short row alone, next to a longer row, with another padding id, and in a wider batch.
@@ -119,7 +119,7 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
     return True
 
 
-def one_by_one(forward: Forward, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+def one_by_one(forward: ModelForward, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
     """Run `forward` on each row separately, without its padding; return the outputs of all rows.
 
     Token outputs `[B, S, A]` are 0 at padding; pooled outputs are `[B, A]`. Waits for the device once.

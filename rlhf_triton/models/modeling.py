@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
     from rlhf_triton.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
-Standardization = Literal["model", "off"] | tuple[float, float]
+StandardizationChoice = Literal["model", "off"] | tuple[float, float]
 TokenTypes = Sequence[np.ndarray | None]
 """The type of each token of a row (int64 `[length_i]`), such as 1 in the second text of BERT; None: all 0."""
 
@@ -278,7 +278,7 @@ def load_reward(
     pooling: Pooling = "auto",
     attribute_weights: Sequence[float] | Literal["separate"] | None = None,
     probability: bool = False,
-    standardization: Standardization = "model",
+    standardization: StandardizationChoice = "model",
     group: RankGroup | None = None,
     like: RewardModel | None = None,
 ) -> RewardModel:
@@ -352,7 +352,7 @@ def load_critic(
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    standardization: Standardization = "model",
+    standardization: StandardizationChoice = "model",
     group: RankGroup | None = None,
 ) -> CriticModel:
     """Load a critic from a critic, reward model or base checkpoint; its `note` names the origin of the value head.
@@ -425,7 +425,7 @@ def _pooling(info: CheckpointInfo, head: Head, outputs: TokenHead, pooling: Pool
     return "mean"
 
 
-def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
+def constants_for(info: CheckpointInfo, setting: StandardizationChoice) -> Constants:
     """Return the standardisation constants that `setting` selects; see `load_reward`."""
     if setting == "off":
         return Constants()

@@ -65,7 +65,7 @@ TIMEOUT_OPTION = "timeout_s"  # parameter through which a class receives the tim
 KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the key's environment variable
 NOT_APPLICABLE = object()  # score of a sample to which the function does not apply
 UserFunction = Callable[..., Any]
-Function = Callable[[Any], Any]  # receives a `Sample`; a groupwise function receives a list of samples
+ScoreFunction = Callable[[Any], Any]  # receives a `Sample`; a groupwise function receives a list of samples
 
 
 class BadScore(RlhfError, ValueError):
@@ -171,7 +171,7 @@ def load_function(
     *,
     timeout_s: float = 0.0,
     columns: Collection[str] | None = None,
-) -> Function:
+) -> ScoreFunction:
     """Import the function or class that `spec` names; return it as a function of one argument.
 
     A function receives `options` as keyword arguments of every call. A class is instantiated once with `options`, and
@@ -203,7 +203,7 @@ def import_function(spec: str) -> UserFunction:
     return function
 
 
-def configured(spec: str, function: UserFunction, options: dict[str, Any], timeout_s: float) -> Function:
+def configured(spec: str, function: UserFunction, options: dict[str, Any], timeout_s: float) -> ScoreFunction:
     """Bind a function's options, or instantiate a class with them. Raises FunctionError as `load_function`."""
     is_class = isinstance(function, type)
     if not is_class and not options:
@@ -226,7 +226,7 @@ def configured(spec: str, function: UserFunction, options: dict[str, Any], timeo
         raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
 
 
-def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | None) -> Function:
+def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | None) -> ScoreFunction:
     """Wrap a function: convert samples to the arguments of TRL's signature, if it has that, and await its results."""
     call = functools.partial(_awaited, function)
     try:

@@ -42,7 +42,7 @@ LONGEST_LINE = 400
 LONGEST_EXCERPT = 160  # characters of an answer's end, where the score should be, in an error message
 MAX_RETRIES = 4  # after 408, 409, 429, a 5xx, a timeout or a broken connection
 _MARKUP = re.compile(r"[*_`$]")
-Text = Annotated[str, pydantic.StringConstraints(min_length=1)]
+NonEmptyText = Annotated[str, pydantic.StringConstraints(min_length=1)]
 
 
 class Judge(pydantic.BaseModel):
@@ -50,13 +50,13 @@ class Judge(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
-    model: Text
+    model: NonEmptyText
     """Name of the model at the endpoint."""
-    base_url: Text
+    base_url: NonEmptyText
     """Address including the version, such as `https://host/v1`. Requests go to `/chat/completions` below it."""
     timeout_s: pydantic.PositiveFloat
     """Time limit for one sample, from the term's `timeout_s`."""
-    rubric: Text = RUBRIC
+    rubric: NonEmptyText = RUBRIC
     """Jinja template of the message, with the variables `prompt`, `response`, `text`, `metadata`, `low` and `high`."""
     api_key_env: str | None = None
     """Name of the environment variable with the key; default: no key."""

@@ -30,7 +30,7 @@ from rlhf_triton.training_engine.slices import read_tensors, stored_shapes, writ
 
 BETAS = (0.9, 0.95)
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
-Loss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
+BatchLoss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
 """Returns, for the rows of a micro-batch, their share of the minibatch's loss, and statistics.
 
 The flag is False if the row must not count: the forward pass then only takes part in the other ranks' collectives.
@@ -101,7 +101,7 @@ class TrainedModel:
     def accumulate(
         self,
         lengths: Tensor,
-        loss: Loss,
+        loss: BatchLoss,
         progress: Callable[[], object] = lambda: None,
         *,
         names: Collection[str] = (),
@@ -124,7 +124,7 @@ class TrainedModel:
         )
 
     def _accumulate(
-        self, lengths: Tensor, loss: Loss, progress: Callable[[], object], names: Collection[str]
+        self, lengths: Tensor, loss: BatchLoss, progress: Callable[[], object], names: Collection[str]
     ) -> dict[str, float]:
         self.drop_gradients()  # from an attempt that ran out of memory
         parts: list[dict[str, Tensor]] = []

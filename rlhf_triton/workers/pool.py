@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.process import RUN_MODULE, how_ended
-from rlhf_triton.workers.child import Message, frame, read_frame
+from rlhf_triton.workers.child import WorkerMessage, frame, read_frame
 
 # Secrets of the run itself, which user code inherits only if its own option names them.
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
@@ -42,7 +42,7 @@ class Worker:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._pending: dict[int, asyncio.Future[WorkerMessage]] = {}
         self._end = ""
         self.ended = asyncio.create_task(self._receive())
 
@@ -57,7 +57,7 @@ class Worker:
         clock: Callable[[], float] | None = None,
         *,
         limit_key: str = "",
-    ) -> Message:
+    ) -> WorkerMessage:
         """Send a message and return the worker's answer; kill the process after `limit_s`.
 
         If the worker does not answer, the answer has `error`, and `lost` if the process has ended through no fault of

@@ -170,7 +170,7 @@ class Run:
         `completions/mean_length`, `completions/clipped_ratio`, `clip_ratio`, `grad_norm`, `learning_rate`, and
         `rewards/<name>/mean` of each term of a sum; as far as the run measures them.
         """
-        from rlhf_triton.tools.report.data import COMPONENT, components, number, read_steps
+        from rlhf_triton.tools.report.data import REWARD_PREFIX, components, number, read_steps
 
         rows = read_steps(self._folder() / "metrics.jsonl", math.inf)
         names = dict.fromkeys(name for row in rows for name, value in row.items() if number(value) is not None)
@@ -180,7 +180,7 @@ class Run:
             if ours in table:
                 table[name] = 1.0 - table[ours] if is_rest else table[ours]
         for term in components(rows):
-            table[f"rewards/{term}/mean"] = table[COMPONENT + term]
+            table[f"rewards/{term}/mean"] = table[REWARD_PREFIX + term]
         return table
 
     def samples(self, when: Literal["before", "after", "training"] = "after") -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
 from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.tools.gateway.rows import Chat, Rows, Texts, TokenIds, check_all, check_rows
+from rlhf_triton.tools.gateway.rows import BoundedRows, ChatMessages, OneOrMoreTexts, TokenIds, check_all, check_rows
 from rlhf_triton.wire.contract import PROBABILITIES, REWARD_MODEL
 
 
@@ -82,7 +82,7 @@ class RewardInput(Body):
     """Prompt and response as one text."""
     prompt: (
         Annotated[
-            Annotated[str, Tag("text")] | Annotated[Chat, Tag("chat")],
+            Annotated[str, Tag("text")] | Annotated[ChatMessages, Tag("chat")],
             Discriminator(lambda value: "chat" if isinstance(value, list) else "text"),
         ]
         | None
@@ -90,7 +90,7 @@ class RewardInput(Body):
     """A text, or the messages of a chat."""
     response: str | None = None
     """The response to `prompt`."""
-    messages: Chat | None = None
+    messages: ChatMessages | None = None
     """A whole chat, rendered with the reward model's chat template."""
     tokens: TokenIds | None = None
     """Ids of the reward model's tokenizer, special tokens included; no padding."""
@@ -130,7 +130,7 @@ class RewardInput(Body):
 class RewardsRequest(ScoredBody):
     """Rows to score, of any kinds and lengths."""
 
-    inputs: Annotated[Rows[RewardInput], Field(min_length=1)]
+    inputs: Annotated[BoundedRows[RewardInput], Field(min_length=1)]
 
     def rows(self, served: ServedModel) -> list[Row]:
         return [item.row() for item in self.inputs]
@@ -157,11 +157,11 @@ class RewardsRequest(ScoredBody):
 class OpenRLHFRequest(ScoredBody):
     """A request of OpenRLHF's `SingleTurnAgentExecutor`."""
 
-    query: Rows[str]
+    query: BoundedRows[str]
     """Prompt and response of each row as one text, with special tokens: see `reward.add_special_tokens`."""
-    prompts: Rows[str | None] | None = None
+    prompts: BoundedRows[str | None] | None = None
     """The prompts alone, for reward functions."""
-    labels: Rows[Any] | None = None
+    labels: BoundedRows[Any] | None = None
     """Column `label` of each row, for reward functions."""
 
     def rows(self, served: ServedModel) -> list[Row]:
@@ -226,13 +226,13 @@ def _vllm_reply(kind: str, **data: Any) -> dict[str, Any]:
 class PoolingRequest(VllmRequest):
     """Texts or rows of token ids; or one chat, rendered with the template of the reward model's checkpoint."""
 
-    input: Rows[
+    input: BoundedRows[
         Annotated[
             Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("tokens")],
             Discriminator(lambda value: "text" if isinstance(value, str) else "tokens"),
         ]
     ] = Field(default=[])
-    messages: Chat | None = None
+    messages: ChatMessages | None = None
     encoding_format: Literal["float"] = "float"
 
     @field_validator("input", mode="before")
@@ -277,8 +277,8 @@ def _pairs(first: Sequence[str], second: Sequence[str], served: ServedModel) -> 
 class PairScoresRequest(VllmRequest):
     """Pair the texts of two fields, or one text with each of the other field; accepts both of vLLM's field names."""
 
-    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries"))]
-    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents"))]
+    text_1: Annotated[OneOrMoreTexts, Field(validation_alias=AliasChoices("text_1", "queries"))]
+    text_2: Annotated[OneOrMoreTexts, Field(validation_alias=AliasChoices("text_2", "documents"))]
 
     def rows(self, served: ServedModel) -> list[Row]:
         first = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
@@ -296,7 +296,7 @@ class RerankRequest(VllmRequest):
     """Documents to rank for a query, as vLLM, Jina and Cohere have it; or `texts`, as TEI has it."""
 
     query: str
-    documents: Annotated[Texts, Field(validation_alias=AliasChoices("documents", "texts"))]
+    documents: Annotated[OneOrMoreTexts, Field(validation_alias=AliasChoices("documents", "texts"))]
     top_n: Annotated[int, Field(ge=0)] | None = None
     """How many of the best documents to return; default, and 0: all."""
     return_documents: bool = True

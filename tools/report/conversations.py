@@ -21,7 +21,7 @@ class ShownMessage:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ReportConversation:
     """A conversation: the prompt with the environment's first observation, what followed, and how it ended."""
 
     prompt: str
@@ -31,7 +31,7 @@ class Conversation:
     has_failed: bool
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Conversation | None":
+    def of(cls, row: Mapping[str, Any]) -> "ReportConversation | None":
         """Return the conversation of a line of samples.jsonl or rollouts.jsonl; None if it has none."""
         if "turns" not in row:
             return None

@@ -23,7 +23,7 @@ from rlhf_triton.tools.report.user_sections import ReportSection, user_sections
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 MOST_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
-COMPONENT = "train_rollouts/reward_"  # prefix of the metric with the mean of one of several rewards
+REWARD_PREFIX = "train_rollouts/reward_"  # prefix of the metric with the mean of one of several rewards
 # Timer -> label
 PHASES = {
     "timers/generate": "generate",
@@ -269,7 +269,7 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[fl
 
 def components(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of the rewards of a weighted sum that rows of metrics.jsonl have; [] if it is a single one."""
-    names = {name.removeprefix(COMPONENT) for row in rows for name in row if name.startswith(COMPONENT)}
+    names = {name.removeprefix(REWARD_PREFIX) for row in rows for name in row if name.startswith(REWARD_PREFIX)}
     names = {name for name in names if name != "version" and not name.endswith("_missing")}
     return sorted(names) if len(names) > 1 else []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.store.run_lock import write_phase
-from rlhf_triton.tools.report.data import COMPONENT, components, formatted, number
+from rlhf_triton.tools.report.data import REWARD_PREFIX, components, formatted, number
 
 MOST_LINES = 100  # for a run's steps; more are left out
 LONGEST_PAUSE_S = 60.0  # between lines for steps, whatever `MOST_LINES` leaves out
@@ -101,7 +101,7 @@ class RunProgress:
         served = self._reload or {"weights_version": row.get("train_rollouts/weights_version")}
         figures = [
             ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
-            *((name, _format(row, f"{COMPONENT}{name}", "+.3f")) for name in components([row])),
+            *((name, _format(row, f"{REWARD_PREFIX}{name}", "+.3f")) for name in components([row])),
             ("useful prompts", _format(row, "train_rollouts/useful_prompts", ".0%")),
             ("KL", _format(row, "train_rollouts/init_policy_kl_per_sequence", ".2f")),
             ("tokens/s", _format(row, "tokens_per_s", ",.0f")),

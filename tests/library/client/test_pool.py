@@ -12,13 +12,13 @@ from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted,
 
 from rlhf_triton.backoff import LONGEST_PAUSE_S
 from rlhf_triton.client import retry
-from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind, RequestFailed
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
 from rlhf_triton.client.training_queue import TrainingQueue
 from rlhf_triton.config import ClientSection
 
-WRONG = AttemptFailed(Kind.WRONG, "refused", "step: 9")
-RESET = AttemptFailed(Kind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
+WRONG = AttemptFailed(ErrorKind.WRONG, "refused", "step: 9")
+RESET = AttemptFailed(ErrorKind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
 
 
 # ---- retries ----
