@@ -77,7 +77,7 @@ class TrainingRun:
             self.inputs,
             self.collector,
             self.critic,
-            sampled=self.samples.add_sampled,
+            record_sampled=self.samples.add_sampled,
             publish_every=every,
             truncated=config.truncated,
         )

@@ -47,16 +47,16 @@ class Rollouts:
         collector: Collector,
         critic: RemoteCritic,
         *,
-        sampled: Callable[[int, int, Group], None],
+        record_sampled: Callable[[int, int, Group], None],
         publish_every: int,
         truncated: str,
     ) -> None:
         """
         Args:
-            sampled: records a group ahead of its step, `SampleJournal.add_sampled`.
+            record_sampled: records a group ahead of its step, `SampleJournal.add_sampled`.
             truncated: `environment.truncated`; ignored without environments.
         """
-        self._record_sampled = sampled
+        self._record_sampled = record_sampled
         self.resumed_groups: dict[int, tuple[int, Group]] = {}
         """Groups that an earlier process has sampled, from `SampleJournal.sampled`."""
         self._settings = settings
@@ -195,7 +195,7 @@ class Rollouts:
             self._demands = {earlier: task for earlier, task in self._demands.items() if not task.done()}
             self._demands[needed] = asyncio.create_task(wait())
 
-        def served(task: asyncio.Task[VersionRange | None]) -> None:
+        def pass_on_versions(task: asyncio.Task[VersionRange | None]) -> None:
             if group.versions.done() or task.cancelled():
                 return
             if (error := task.exception()) is None:
@@ -203,7 +203,7 @@ class Rollouts:
             else:
                 set_error(group.versions, error)
 
-        self._demands[needed].add_done_callback(served)
+        self._demands[needed].add_done_callback(pass_on_versions)
 
     def _metrics(self, groups: Sequence[Group], dropped: Sequence[Group], step: int) -> dict[str, float]:
         algorithm = self._settings.algorithm

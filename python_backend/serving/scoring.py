@@ -99,7 +99,7 @@ class Compute(Protocol):
         """Launch a forward pass of `rows`, padded to `width` tokens; return a function that waits for its results."""
         ...
 
-    def failed(self, error: Exception) -> None:
+    def handle_failure(self, error: Exception) -> None:
         """Handle the error of a forward pass; called before its requests fail."""
 
     def publish(self) -> None:
@@ -327,7 +327,7 @@ class Engine:
             outputs = self.compute.launch(self.forward, model, rows, width)
             launched.append(_Pass(model, batch, width, outputs))
         except Exception as error:  # process edge: only the requests in this forward pass fail
-            self.compute.failed(error)
+            self.compute.handle_failure(error)
             self._fail(batch, error)
         return True
 
@@ -369,7 +369,7 @@ class Engine:
             outputs = launched.outputs()
             assert len(outputs) == len(batch), (len(outputs), len(batch))
         except Exception as error:  # process edge: only the requests in this forward pass fail
-            self.compute.failed(error)
+            self.compute.handle_failure(error)
             self._fail(batch, error)
             return
         tokens = sum(scoring.rows[i].tokens.size for scoring, i in batch)

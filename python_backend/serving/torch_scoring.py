@@ -101,7 +101,7 @@ class TorchProcess:
             self._failures.publish()
         return lambda: [output for part in parts for output in part()]
 
-    def failed(self, error: BaseException | None) -> None:
+    def handle_failure(self, error: BaseException | None) -> None:
         """Take the model out of service if the error, or one of its causes, means that the device is unusable."""
         while error is not None:
             if is_device_error(error):
@@ -116,7 +116,7 @@ class TorchProcess:
             yield
         except Exception as error:
             if self.refuse_all is not None:
-                self.failed(error)
+                self.handle_failure(error)
             if self._is_lost:
                 threading.Event().wait()
             raise

@@ -339,7 +339,7 @@ class Exporter:
             counts = self._values.setdefault(name, {})
             counts[label] = counts.get(label, 0.0) + amount
 
-    def logged(self, level: str) -> None:
+    def count_log_message(self, level: str) -> None:
         """Count a log message of `level` "warning" or "error", and record the time."""
         self.count("log_messages", 1.0, level)
         with self._lock:
@@ -401,7 +401,7 @@ class _LogCounter(logging.Handler):
         self._exporter = exporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._exporter.logged("error" if record.levelno >= logging.ERROR else "warning")
+        self._exporter.count_log_message("error" if record.levelno >= logging.ERROR else "warning")
 
 
 def _by_label(value: float | Mapping[str, float]) -> dict[str, float]:

@@ -149,7 +149,9 @@ def make_rollouts(simulation, inputs, critic, **actor):
         **actor,
     }
     settings = actor_section(model=Path("policy"), **given)
-    return Rollouts(settings, inputs, simulation, critic, sampled=lambda *_: None, publish_every=1, truncated="score")
+    return Rollouts(
+        settings, inputs, simulation, critic, record_sampled=lambda *_: None, publish_every=1, truncated="score"
+    )
 
 
 async def trained(rollouts, critic, steps):
