@@ -134,7 +134,7 @@ def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> Re
 
 @dataclass(frozen=True)
 class PartJob:
-    """How a part is to run."""
+    """The settings of a part."""
 
     device: str
     """`cpu` or `cuda`."""
@@ -320,7 +320,7 @@ def swap(job: PartJob) -> Found:
 
 
 def ppo_step(job: PartJob) -> Found:
-    """What a PPO step computes, phase by phase; the second time, when all kernels are known."""
+    """Time a PPO step phase by phase, on its second run, when all kernels are compiled."""
     num_rows, longest = (8, 24) if job.small else (64, 256)
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: random models and requests, servers, rounds, CPU time, and the report."""
+"""Code shared by the benchmarks: random models and requests, servers, rounds, CPU time, and the report."""
 
 import argparse
 import asyncio

@@ -46,7 +46,7 @@ ANSWER = re.compile(
     re.IGNORECASE,
 )
 TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # as special tokens are written
-# of a file whose prompts have the answers: of rows, and of different answers
+# A file's prompts contain the answers if this share of rows, with this many characters of different answers, do.
 GIVEN_SHARE = 0.75
 GIVEN_CHARACTERS = 12
 # Columns beside the prompt that trainers, or chat templates, put into it: of LLaMA-Factory, Alpaca, TRL, transformers.

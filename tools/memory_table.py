@@ -1,4 +1,4 @@
-"""What the models of a run hold on each device, for `--dry-run`: counted on models without values, from config.json.
+"""The memory that a run's models need on each device, for `--dry-run`: computed from config.json, without weights.
 
 Weights, gradients, optimizer moments, and the keys and values of generation; of optimizers in 8 bits without the
 scales. Activations come on top: the token budgets bound them.

@@ -50,9 +50,9 @@ class RunProcesses:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
     arguments: argparse.Namespace
-    """Of the command line."""
+    """Options of the command line."""
     overrides: Sequence[str]
-    """Those of the command line; those of ports and of vLLM's address are added."""
+    """Overrides from the command line, plus those of ports and vLLM's address."""
     config: RunConfig
     progress: RunProgress
     signals: StopSignals

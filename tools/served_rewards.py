@@ -1,4 +1,4 @@
-"""What a repository serves as rewards: the parameters that declare them, and the steps of the ensembles.
+"""The rewards that a repository serves: the parameters that declare them, and the steps of the ensembles.
 
 The ensembles are `critic_infer` and, if the YAML has `rewards`, `reward_model`. Each step takes an output of the step
 before it, so that Triton runs them in sequence: tritonserver 2.51 can crash when two steps of one request fail at the

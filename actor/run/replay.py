@@ -128,7 +128,7 @@ class Replay:
 
     @property
     def origin(self) -> str:
-        """Where the replay starts, for a line of the report."""
+        """The start of the replay, for a line of the report."""
         return f"from the checkpoint of step {self.start}" if self.start else "from the start of the run"
 
     def save(self, config: RunConfig) -> None:

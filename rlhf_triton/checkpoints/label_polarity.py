@@ -1,4 +1,4 @@
-"""Whether the name of a label means good or bad."""
+"""Reads from the name of a label whether it means good or bad."""
 
 import re
 

@@ -137,7 +137,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return await self._infer(model, _rows(rows, metadata, width, prompt_lengths), outputs, versions=versions)
 
     rewards = functools.partialmethod(score, model=contract.REWARD_MODEL)
-    """As `score`, of reward_model, to which `versions` then applies; the critic does not run."""
+    """Score rows as `score` does, with reward_model alone, to which `versions` then applies; runs no critic."""
 
     async def score_sentences(
         self,

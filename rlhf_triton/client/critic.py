@@ -36,7 +36,7 @@ class RowScores(RowValues):
     rewards: np.ndarray
     """float32 `[n]`, or `[n, A]` if `reward.attribute_weights` is `separate`; NaN where a row has no reward."""
     errors: list[str]
-    """For each row why it has no reward, empty if it has one."""
+    """The reason why a row has no reward, per row; empty if it has one."""
 
 
 class AsyncCriticClient(AsyncClient):

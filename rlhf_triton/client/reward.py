@@ -35,15 +35,15 @@ class Scores(np.ndarray):
     """
 
     errors: list[str]
-    """For each row why it has no reward, empty if it has one."""
+    """The reason why a row has no reward, per row; empty if it has one."""
     versions: list[int | None]
     """Version of the reward model's weights that scored each row; None if the reward has no versions."""
     components: dict[str, np.ndarray]
-    """For a sum of rewards: each term by its name, float32 `[n]`, NaN where it failed."""
+    """The terms of a sum of rewards by name, float32 `[n]` each, NaN where a term failed."""
     steps: list[np.ndarray]
-    """For a process reward: the rewards of each row's steps, float32 `[k_i]`; otherwise empty."""
+    """A process reward's scores of each row's steps, float32 `[k_i]`; empty for other rewards."""
     step_ends: list[np.ndarray]
-    """For a process reward: index of each step's last token; for a text, the number of characters up to its end."""
+    """A process reward's step ends: index of each step's last token; for a text, number of characters up to its end."""
 
     @classmethod
     def of(cls, results: Sequence[RowResult], served: ServedModel) -> "Scores":

@@ -137,7 +137,7 @@ class Ranks:
         return self.device
 
     def announce(self, name: str, **arguments: Any) -> None:
-        """On rank 0, make the other ranks execute operation `name`; on the others, do nothing."""
+        """Make the other ranks execute operation `name`; does nothing on ranks other than 0."""
         if self.rank == 0:
             self.operations.announce(name, **arguments)
 

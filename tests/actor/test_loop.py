@@ -218,7 +218,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
 
 
 async def test_missing_reference_logprobs_mask_the_row(policy):
-    """One request is refused, one answer is NaN; the other rows are unaffected."""
+    """A request is refused, another's answer is NaN; the other rows are unaffected."""
 
     def change(row, found):
         if row[0] == 8:
@@ -226,7 +226,7 @@ async def test_missing_reference_logprobs_mask_the_row(policy):
         if row[0] == 14:
             found[row.size - 2] = np.nan
         else:
-            found[0] = -np.inf  # of a prompt's token that sampling never draws
+            found[0] = -np.inf  # a token of the prompt that sampling never draws
 
     reference = ServedReference(Reference(change), policy, Path())
     rows = await collected(policy, InstantScorer(), reference=reference)
@@ -275,7 +275,7 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy):
 
 
 async def test_cancelling_collect_stops_generation_and_requests(policy):
-    """As at the end of a run whose next rollout is in progress."""
+    """At the end of a run, its next rollout is still in progress."""
     written = threading.Event()
     go_on = threading.Event()
 
@@ -552,7 +552,7 @@ async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
 
 @pytest.mark.device
 def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path, checkpoints):
-    """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
+    """The model is like Qwen2.5's base models: no id beyond the tokenizer is sampled, and responses end."""
     start = tmp_path / "start"
     policy = tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
@@ -668,7 +668,7 @@ def failing_call(owner, name, call, error):
 
 
 def gradient_is_not_finite(run, after=2):
-    """In the third optimizer step, or a later one."""
+    """Make the gradient NaN from the third optimizer step on."""
     step = run.policy_update._step
 
     def poisoned():
@@ -720,7 +720,7 @@ def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints
 
 
 def nan_weights(run):
-    """After the second step."""
+    """Make the weights NaN after the second step."""
     renew = run.policy.renew_sampler
     calls = []
 
@@ -754,7 +754,7 @@ def test_incomplete_steps_are_not_checkpointed(tmp_path, checkpoints, prepare, l
 
 
 def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path, checkpoints):
-    """In case the critic, whose server was lost, never receives the update of the last step."""
+    """The critic, whose server was lost, may never receive the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
     run = make_grpo(tmp_path, checkpoints, **{**settings, "checkpoint_every": 100})
@@ -909,7 +909,7 @@ def crash_in_the_fourth_update(run):
 
 
 def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoints):
-    """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
+    """Groups of steps 3 to 5 were sampled with the checkpoint's weights or older ones; those of step 6 were not."""
     crash_in_the_fourth_update(make_grpo(tmp_path, checkpoints, **AHEAD))
     before = [line for line in read_jsonl(tmp_path / "rollouts.jsonl") if line["step"] == 3]
     again, other = (make_grpo(tmp_path, checkpoints, **AHEAD, temperature=each) for each in (1.0, 0.5))
@@ -957,7 +957,7 @@ PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
 def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoints):
-    """Not while only the critic does, when the KL is 0 whatever the coefficient."""
+    """During the warm-up only the critic trains, and the KL is 0 whatever the coefficient."""
     settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0}
     go(make_grpo(tmp_path, checkpoints, **settings))
     coefs = [line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
@@ -988,7 +988,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints
 
 @pytest.mark.device
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
-    """Not only after the response: no forward pass runs after the run has left."""
+    """No forward pass runs after the run has abandoned the rollout, even in the middle of a response."""
     run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
     forwards = []
     run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
@@ -1013,7 +1013,7 @@ LONG = [
 
 
 def test_long_calls_run_in_threads_off_the_event_loop(tmp_path, checkpoints, monkeypatch):
-    """On the event loop it would delay responses past their deadlines."""
+    """On the event loop, a long call would delay responses past their deadlines."""
     threads = {}
 
     def noted(name, function):

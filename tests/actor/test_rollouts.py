@@ -31,7 +31,7 @@ SIZE = 4
 
 @dataclass
 class GroupOfSimulation:
-    """What `Rollouts` uses of a `GroupInFlight`."""
+    """The part of a `GroupInFlight` that `Rollouts` uses."""
 
     versions: asyncio.Future[VersionRange | None]
     scored: asyncio.Task[Group]
@@ -132,7 +132,7 @@ def log_normal(_, seed, index):
 
 @dataclass
 class Trained:
-    """What the steps of a simulated run took, and when."""
+    """The groups that the steps of a simulated run took, and when."""
 
     groups: list[list[Group]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
@@ -263,7 +263,7 @@ def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):
 
 
 def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs):
-    """Also for updates that are sent after the group is generated; with resampling, a step takes groups early."""
+    """The critic's update may be sent after the group is generated; with resampling, a step takes groups early."""
 
     async def main(**actor):
         critic = InstantCritic()

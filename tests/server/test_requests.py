@@ -288,7 +288,7 @@ def test_training_and_saving_need_the_key(live, training_key):
 
 @pytest.mark.parametrize("name", ["Origin", "origin"])
 def test_requests_with_an_origin_header_can_neither_train_nor_save(live, name):
-    """As a browser sends it without asking the server first; a parameter in the body does not hide the header."""
+    """Browsers send such requests without asking the server first; a parameter in the body does not hide the header."""
     before = live.run.journal.last_step()
     for model, tensor in NUMBERS.items():
         headers = {"Content-Type": "text/plain", name: "http://elsewhere.example"}

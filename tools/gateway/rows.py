@@ -1,4 +1,4 @@
-"""What the bodies of the reward protocols share: limits, rows, token ids and messages."""
+"""Fields shared by the reward protocols' bodies: limits, rows, token ids and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the image serves: its model repository, with restricted APIs. `entry_point` runs it.
+"""The container's server: serves the image's model repository with restricted APIs. `entry_point` runs it.
 
 Needs only the standard library, since the image contains only what serving needs. The server runs on a copy of the
 repository that contains the hash of the training key, which is not known when the image is built. If `TRAINING_KEY` is

@@ -75,7 +75,9 @@ def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch):
 
 
 def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch):
-    times = iter((0, 50, 50, 100, 111))  # of the failures below; the one at 50 reached a server: the clock begins anew
+    times = iter(
+        (0, 50, 50, 100, 111)
+    )  # when the failures below happen; the one at 50 reached a server, which restarts the clock
     monkeypatch.setattr("rlhf_triton.client.retry.time.monotonic", lambda: now)
     one = attempts(5, max_outage_s=60)
     for failure in (REFUSED, RESET, REFUSED, REFUSED):
