@@ -72,13 +72,13 @@ PARTS = {  # functions of this module, and the most seconds of each
     "swap": 60,
     "ppo_step": 90,
 }
-Row = dict[str, Any]
-Found = Iterator[Row]
+ResultRow = dict[str, Any]
+Found = Iterator[ResultRow]
 
 
 def number(
     name: str, value: float | None, *, least: float | None = None, most: float | None = None, of: str = ""
-) -> Row:
+) -> ResultRow:
     """Return the row of a measured number and the limits that it must keep; None: not measured, and `of` says why."""
     is_outside = value is not None and ((least is not None and value < least) or (most is not None and value > most))
     state = "OUTSIDE" if is_outside else ""
@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="tiny models: only shows that everything works")
 
 
-def measure(settings: argparse.Namespace, record: Record) -> list[Row]:
+def measure(settings: argparse.Namespace, record: Record) -> list[ResultRow]:
     """Run the parts one after the other; return their numbers."""
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     small = settings.quick or device == "cpu"
@@ -114,27 +114,27 @@ def measure(settings: argparse.Namespace, record: Record) -> list[Row]:
     return rows
 
 
-def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> Row:
+def run_part(part: str, job: Mapping[str, Any], limit_s: float, log: Path) -> ResultRow:
     """Run one part in a process of its own, which ends at the limit; return its sample."""
-    found = log.with_suffix(".jsonl")
-    found.unlink(missing_ok=True)
+    rows_file = log.with_suffix(".jsonl")
+    rows_file.unlink(missing_ok=True)
     start = time.monotonic()
-    command = [sys.executable, "-m", "benchmarks.gpu", part, json.dumps(job), str(found)]
+    command = [sys.executable, "-m", "benchmarks.gpu", part, json.dumps(job), str(rows_file)]
     with log.open("wb") as output:
         try:
             done = subprocess.run(command, stdout=output, stderr=output, cwd=ROOT, timeout=max(0.0, limit_s))
             state = "passed" if done.returncode == 0 else f"FAILED: see {log}"
         except subprocess.TimeoutExpired:
             state = "TIMED OUT"
-    numbers = read_jsonl(found)
+    numbers = read_jsonl(rows_file)
     if state == "passed" and any(row[""] for row in numbers):
         state = "OUTSIDE ITS LIMITS"
     return {"part": part, "state": state, "seconds": time.monotonic() - start, "numbers": numbers}
 
 
 @dataclass(frozen=True)
-class Job:
-    """How a part is to run."""
+class PartJob:
+    """The settings of a part."""
 
     device: str
     """`cpu` or `cuda`."""
@@ -244,7 +244,7 @@ def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
     return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
-def environment(job: Job) -> Found:
+def environment(job: PartJob) -> Found:
     """The device's rates at best."""
     yield number("GPUs", torch.cuda.device_count())
     if job.device == "cuda":
@@ -253,7 +253,7 @@ def environment(job: Job) -> Found:
     yield number("bfloat16 matrix product, TFLOP/s", job.dense_rate() / 1e12)
 
 
-def served_score(job: Job) -> Found:
+def served_score(job: PartJob) -> Found:
     """Served scores against transformers' own."""
     rows = make_trace(IN_FLIGHT)
     folder = job.config().reward.model
@@ -268,13 +268,13 @@ def served_score(job: Job) -> Found:
     for dtype in ("bfloat16", "float32"):
         with served(job.config(dtype=dtype), contract.REWARD_MODEL, contract.REWARDS) as send:
             scores.append(send(rows)[contract.REWARDS])
-    own, bf16, fp32 = (float(np.abs(found - exact).max() / exact.std()) for found in scores)
+    own, bf16, fp32 = (float(np.abs(scored - exact).max() / exact.std()) for scored in scores)
     yield number("float32: error of served scores", fp32, most=FP32_ERROR)
     yield number("bfloat16: error of transformers' own scores", own)
     yield number("bfloat16: error of served scores, times that", bf16 / own, most=MOST_BF16_ERROR)
 
 
-def scoring(job: Job) -> Found:
+def scoring(job: PartJob) -> Found:
     """Tokens/s of the serving code in this process; on a GPU, also the share of its dense rate that is useful."""
     rows = job.trace()
     config = job.config(algorithm="reinforce++")
@@ -290,7 +290,7 @@ def scoring(job: Job) -> Found:
         yield number(f"{job.model}: share of the dense rate", operations / seconds / job.dense_rate())
 
 
-def swap(job: Job) -> Found:
+def swap(job: PartJob) -> Found:
     """A new critic version under requests."""
     config = job.config()
     store = WeightsStore(config.run.weights_dir)
@@ -319,8 +319,8 @@ def swap(job: Job) -> Found:
         yield number("most memory beside the served version, times its weights", more, most=limit)
 
 
-def ppo_step(job: Job) -> Found:
-    """What a PPO step computes, phase by phase; the second time, when all kernels are known."""
+def ppo_step(job: PartJob) -> Found:
+    """Time a PPO step phase by phase, on its second run, when all kernels are compiled."""
     num_rows, longest = (8, 24) if job.small else (64, 256)
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
     torch.manual_seed(0)
@@ -329,11 +329,13 @@ def ppo_step(job: Job) -> Found:
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
-    taken: dict[str, float] = {}
+    durations: dict[str, float] = {}
 
     def phase(name: str, do: Callable[..., Any], *arguments: Any, **others: Any) -> Any:
         # `item` waits for the kernels that are still queued.
-        taken[name], (result, _) = timed(lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item()))
+        durations[name], (result, _) = timed(
+            lambda: (do(*arguments, **others), torch.zeros(1, device=job.device).item())
+        )
         return result
 
     for _ in range(2):
@@ -346,11 +348,11 @@ def ppo_step(job: Job) -> Found:
         report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
         batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
         metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
-    yield from (number(f"{name}, s", seconds) for name, seconds in taken.items())
+    yield from (number(f"{name}, s", seconds) for name, seconds in durations.items())
     new = sum(int(sample.sampled.sum()) for sample in samples)
     rows_text = f"{num_rows} rows, {sum(map(len, rows))} tokens, {new} of them generated"
-    yield number("all of them, s", sum(taken.values()), of=rows_text)
-    yield number("decoding, tokens/s", new / taken["generation"], of=f"{num_rows} responses at once")
+    yield number("all of them, s", sum(durations.values()), of=rows_text)
+    yield number("decoding, tokens/s", new / durations["generation"], of=f"{num_rows} responses at once")
     if job.device == "cuda":
         yield number("peak memory, GiB", torch.cuda.max_memory_allocated() / 2**30)
     yield number("critic's loss", report.loss_mean, least=1e-6)
@@ -382,5 +384,5 @@ def served(config: RunConfig, name: str, *outputs: str) -> Iterator[Callable[[An
 
 if __name__ == "__main__":  # the part, its job, and the file to which each number is appended as a line of JSON
     quiet_transformers()
-    for row in globals()[sys.argv[1]](Job(**json.loads(sys.argv[2]))):
+    for row in globals()[sys.argv[1]](PartJob(**json.loads(sys.argv[2]))):
         append_jsonl(Path(sys.argv[3]), [row])

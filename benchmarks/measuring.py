@@ -1,4 +1,4 @@
-"""What the benchmarks share: random models and requests, servers, rounds, CPU time, and the report."""
+"""Code shared by the benchmarks: random models and requests, servers, rounds, CPU time, and the report."""
 
 import argparse
 import asyncio
@@ -28,7 +28,7 @@ from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.tritonserver import TritonServer
 
-Sample = dict[str, Any]
+Measurement = dict[str, Any]
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0
 FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
@@ -204,21 +204,21 @@ def in_turn(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
             yield number, name
 
 
-def grouped(samples: Iterable[Sample], *keys: str) -> dict[tuple[Any, ...], list[Sample]]:
+def grouped(samples: Iterable[Measurement], *keys: str) -> dict[tuple[Any, ...], list[Measurement]]:
     """Group samples by the values of `keys`, in order of first appearance."""
-    found: dict[tuple[Any, ...], list[Sample]] = {}
+    groups: dict[tuple[Any, ...], list[Measurement]] = {}
     for sample in samples:
-        found.setdefault(tuple(sample[key] for key in keys), []).append(sample)
-    return found
+        groups.setdefault(tuple(sample[key] for key in keys), []).append(sample)
+    return groups
 
 
-def matched_ratio(samples: Iterable[Sample], one: str, other: str, key: str) -> float | None:
+def matched_ratio(samples: Iterable[Measurement], one: str, other: str, key: str) -> float | None:
     """Return the median over the rounds of `one`'s `key` divided by `other`'s; None if no round has both."""
-    found = {(sample["contender"], sample["round"]): sample[key] for sample in samples}
+    values = {(sample["contender"], sample["round"]): sample[key] for sample in samples}
     ratios = [
-        value / found[other, number]
-        for (name, number), value in found.items()
-        if name == one and (other, number) in found
+        value / values[other, number]
+        for (name, number), value in values.items()
+        if name == one and (other, number) in values
     ]
     return median(ratios) if ratios else None
 
@@ -232,7 +232,7 @@ class Record:
     def __init__(self, settings: argparse.Namespace) -> None:
         self.out: Path = settings.out
         self.out.mkdir(parents=True, exist_ok=True)
-        self.samples: list[Sample] = []
+        self.samples: list[Measurement] = []
         self.has_failed = False
         self._about = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -242,7 +242,7 @@ class Record:
         }
         self._start = time.monotonic()
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Measurement) -> None:
         """Append a sample and write result.json."""
         self.samples.append(sample)
         self._write([])
@@ -279,9 +279,9 @@ def _shown(value: Any) -> str:
 def machine() -> dict[str, Any]:
     """Return processor, cores, memory and load."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    match = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     return {
-        "processor": found[1] if found else platform.processor(),
+        "processor": match[1] if match else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "load": os.getloadavg()[0],
@@ -291,7 +291,11 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that are installed, and the commit of this checkout."""
     packages = ("torch", "transformers", "numpy", "tritonclient", "nvidia-pytriton")
-    installed = {found.name: found.version for found in importlib.metadata.distributions() if found.name in packages}
+    installed = {
+        distribution.name: distribution.version
+        for distribution in importlib.metadata.distributions()
+        if distribution.name in packages
+    }
     describe = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
     return {"python": platform.python_version(), **installed, "commit": done.stdout.strip() or "unknown"}

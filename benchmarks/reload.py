@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.measuring import (
     FREE_PORTS,
     SIZES,
+    Measurement,
     Record,
-    Sample,
     make_checkpoint,
     make_trace,
     running_triton,
@@ -102,7 +102,7 @@ def _observe(url: str, num_clients: int) -> dict[str, list[Any]]:
 
 async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
     """Have one row at a time scored by each client, without retries, until `_ended`."""
-    seen: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
+    observed: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
     settings = ClientSection(deadline_s=300, max_outage_s=0)
     async with TritonClient(url, settings, retries=0, max_in_flight=num_clients) as client:
@@ -113,17 +113,17 @@ async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
                 try:
                     answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
                 except RequestFailed as error:
-                    seen["failures"].append(str(error))
+                    observed["failures"].append(str(error))
                     await asyncio.sleep(0.01)  # so that a failing server is not flooded with requests
                     continue
                 if not np.isfinite(answer[VALUES]).all():
-                    seen["failures"].append("values that are not finite")
-                seen["start_s"].append(round(start, 5))
-                seen["end_s"].append(round(time.monotonic(), 5))
-                seen["version"].append(int(answer[WEIGHTS_VERSION][0, 0]))
+                    observed["failures"].append("values that are not finite")
+                observed["start_s"].append(round(start, 5))
+                observed["end_s"].append(round(time.monotonic(), 5))
+                observed["version"].append(int(answer[WEIGHTS_VERSION][0, 0]))
 
         await asyncio.gather(*(ask() for _ in range(num_clients)))
-    return seen
+    return observed
 
 
 @contextlib.contextmanager
@@ -181,15 +181,15 @@ class ReloadService:
         self.critic = load_critic(self.store.folder(0))
         self.critic.own_weights()
         self._step = 0
-        found = sorted(
+        cores = sorted(
             os.sched_getaffinity(0)
         )  # for server, clients and trainer; with two cores the last two share one
-        self.client_core = found[:2][-1]
+        self.client_core = cores[:2][-1]
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
         # priority, since child processes would inherit the priority of the whole process.
-        step_back = partial(_step_back, found[2:] or found[-1:])
+        step_back = partial(_step_back, cores[2:] or cores[-1:])
         self._publishing = stack.enter_context(ThreadPoolExecutor(1, "publisher", initializer=step_back))
-        with on_cores(found[0]):
+        with on_cores(cores[0]):
             stack.enter_context(running_triton(self.config))
 
     def failed_requests(self) -> int:
@@ -201,11 +201,11 @@ class ReloadService:
         """Call `do` in the publisher's thread, with its cores, priority and single torch thread; return the result."""
         return self._publishing.submit(do).result()
 
-    def reload(self, kind: str) -> Sample:
+    def reload(self, kind: str) -> Measurement:
         """Publish weights that differ a little, or let Triton replace the model's process; return the timings."""
         return {"reload": kind, **self.as_publisher(self._publish if kind == SWAP else self._replace_process)}
 
-    def _replace_process(self) -> Sample:
+    def _replace_process(self) -> Measurement:
         servers = ModelServers([self.config.server.grpc_url], control_key(self.store.root))
         version = self.store.current() or 0
         seconds, outcomes = timed(lambda: servers.load(version, timeout_s=LOAD_TIMEOUT_S))
@@ -214,7 +214,7 @@ class ReloadService:
                 raise outcome.error
         return {"version": version, "reload_ms": seconds * 1e3}
 
-    def _publish(self) -> Sample:
+    def _publish(self) -> Measurement:
         import torch
 
         from rlhf_triton.trainer.publish import Publisher
@@ -238,10 +238,10 @@ def _step_back(cores: Sequence[int]) -> None:
 # ---- part a ----
 
 
-def measure_load(settings: argparse.Namespace, service: ReloadService) -> Sample:
+def measure_load(settings: argparse.Namespace, service: ReloadService) -> Measurement:
     """Return the clients' observations, the reloads and the blocks: quiet, swaps, quiet, Triton reloads."""
-    reloads: list[Sample] = []
-    blocks: list[Sample] = []
+    reloads: list[Measurement] = []
+    blocks: list[Measurement] = []
     counts = {QUIET: 0, SWAP: settings.swaps, TRITON: settings.triton_reloads}
     before = service.failed_requests()
     with sending(service.config.server.http_url, settings.clients, service.client_core) as observed:
@@ -259,7 +259,7 @@ def measure_load(settings: argparse.Namespace, service: ReloadService) -> Sample
     return {**observed.result(), "reloads": reloads, "blocks": blocks, "failed_by_server": failed}
 
 
-def summary_of_load(sample: Sample) -> list[dict[str, Any]]:
+def summary_of_load(sample: Measurement) -> list[dict[str, Any]]:
     """Return a row for each kind of reload: failures, and the p99 of requests that ended in its blocks or quiet ones.
 
     Blocks after Triton reloads are left out, since they begin with a backlog.
@@ -271,7 +271,7 @@ def summary_of_load(sample: Sample) -> list[dict[str, Any]]:
     for block, before in zip(sample["blocks"], kinds, strict=False):
         if before != TRITON:
             chosen[block["kind"]] |= (end >= block["begin_s"]) & (end <= block["end_s"])
-    p99_ms = {kind: float(np.percentile(latency_ms[found], 99)) for kind, found in chosen.items()}
+    p99_ms = {kind: float(np.percentile(latency_ms[selected], 99)) for kind, selected in chosen.items()}
     rows = []
     for kind in (SWAP, TRITON):
         took = [reload["reload_ms"] for reload in sample["reloads"] if reload["reload"] == kind]
@@ -296,7 +296,7 @@ def summary_of_load(sample: Sample) -> list[dict[str, Any]]:
 # ---- part b ----
 
 
-def measure_publish(settings: argparse.Namespace, service: ReloadService) -> Sample:
+def measure_publish(settings: argparse.Namespace, service: ReloadService) -> Measurement:
     """Return the timings of swaps on an otherwise idle server, each beside those of its unavoidable steps alone."""
     reloads = []
     service.reload(SWAP)  # warm-up: the first one includes deferred imports
@@ -317,7 +317,7 @@ def _alone(service: ReloadService, folder: Path) -> dict[str, float]:
     return {"hash_ms": hash_s * 1e3, "load_ms": load_s * 1e3, "canary_ms": canary_s * 1e3}
 
 
-def summary_of_publish(sample: Sample) -> list[dict[str, Any]]:
+def summary_of_publish(sample: Measurement) -> list[dict[str, Any]]:
     """Return a row of medians; `ratio`: of the time until a written version is served to that of the steps alone."""
     swaps = sample["reloads"]
     alone = {key: median(swap[key] for swap in swaps) for key in ("hash_ms", "load_ms", "canary_ms")}

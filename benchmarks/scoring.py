@@ -29,8 +29,8 @@ from benchmarks.measuring import (
     HOST,
     LONGEST,
     SIZES,
+    Measurement,
     Record,
-    Sample,
     closed_loop,
     cpu_seconds,
     grouped,
@@ -110,9 +110,9 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
                 num_requests = max(2 * concurrency, math.ceil(wanted))
                 for number, name in in_turn(list(started), settings.repeats):
                     point = dict(zip(POINT, (model, rows, concurrency), strict=True))
-                    found = send(started[name], rows, concurrency, num_requests, expected)
-                    record.add({**point, "contender": name, "round": number, **found})
-                    rate = found["sequences"] / found["seconds"]
+                    timing = send(started[name], rows, concurrency, num_requests, expected)
+                    record.add({**point, "contender": name, "round": number, **timing})
+                    rate = timing["sequences"] / timing["seconds"]
                     record.say(f"{model}, {concurrency} x {rows} rows, round {number + 1}: {name} {rate:.1f} rows/s")
         shutil.rmtree(checkpoint)
     return summary(record.samples)
@@ -136,12 +136,12 @@ def start_best(
     return best[1], best[0]
 
 
-def send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Sample:
+def send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Measurement:
     """Send requests to a contender; return times, CPU seconds and the largest difference to transformers."""
     return asyncio.run(_send(server, rows, concurrency, num_requests, expected))
 
 
-async def _send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Sample:
+async def _send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Measurement:
     trace = make_trace(rows * num_requests)
     requests = [trace[i : i + rows] for i in range(0, len(trace), rows)]
     async with server.connect() as sender:
@@ -166,10 +166,10 @@ def difference(rewards: np.ndarray, num_rows: int, expected: np.ndarray) -> floa
     if rewards.size != num_rows or not np.isfinite(rewards).all():
         raise RlhfError(f"{rewards.size} rewards for {num_rows} rows, or one that is not finite")
     wanted = expected[:num_rows]
-    found = np.abs(rewards[: wanted.size] - wanted)
-    if (found > TOLERANCE * (1 + np.abs(wanted))).any():
+    differences = np.abs(rewards[: wanted.size] - wanted)
+    if (differences > TOLERANCE * (1 + np.abs(wanted))).any():
         raise RlhfError(f"the scores are {rewards[: wanted.size]}, those of transformers {wanted}")
-    return float(found.max())
+    return float(differences.max())
 
 
 def rewards_of_transformers(checkpoint: Path) -> np.ndarray:
@@ -333,19 +333,19 @@ def serve_pytriton(checkpoint: Path, instances: int, threads: int, http: int, gr
 # ---- the report ----
 
 
-def summary(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def summary(samples: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Return medians for every contender at every point; ratios are medians over matched rounds."""
     rows = []
-    for point, found in grouped(samples, *POINT).items():
-        for (name,), own in grouped(found, "contender").items():
+    for point, at_point in grouped(samples, *POINT).items():
+        for (name,), own in grouped(at_point, "contender").items():
             row = {
                 **dict(zip(POINT, point, strict=True)),
                 "contender": name,
                 "rows_per_s": median(s["sequences"] / s["seconds"] for s in own),
-                "ours_times_as_fast": matched_ratio(found, name, OURS, "seconds"),
+                "ours_times_as_fast": matched_ratio(at_point, name, OURS, "seconds"),
                 "p50_ms": median(s["p50_ms"] for s in own),
                 "p99_ms": median(s["p99_ms"] for s in own),
-                "p99_of_ours": matched_ratio(found, OURS, name, "p99_ms"),
+                "p99_of_ours": matched_ratio(at_point, OURS, name, "p99_ms"),
                 "cpu_ms_per_token": median(s["cpu_s"] * 1e3 / s["tokens"] for s in own),
                 "difference": max(s["difference"] for s in own),
             }

@@ -22,8 +22,8 @@ from benchmarks.measuring import (
     SEED,
     SHORTEST,
     SIZES,
+    Measurement,
     Record,
-    Sample,
     cpu_seconds,
     grouped,
     in_turn,
@@ -90,9 +90,9 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
             cell = dict(zip(CELL, (model, *map(int, size.split("x")), algorithm), strict=True))
             for number, name in in_turn(settings.contenders, settings.rounds):
                 prepared = prepare(cell, settings, record.out / "turn", policy, scoring)
-                found = turn(name, prepared, settings)
-                record.add({**cell, "contender": name, "round": number, **found})
-                record.say(f"{cell}, round {number + 1}: {name} {found['seconds']:.2f} s a step")
+                timing = turn(name, prepared, settings)
+                record.add({**cell, "contender": name, "round": number, **timing})
+                record.say(f"{cell}, round {number + 1}: {name} {timing['seconds']:.2f} s a step")
     return summary(record.samples)
 
 
@@ -137,7 +137,7 @@ def prepare(
     }
 
 
-def turn(name: str, settings: dict[str, Any], options: argparse.Namespace) -> Sample:
+def turn(name: str, settings: dict[str, Any], options: argparse.Namespace) -> Measurement:
     """Run one side from its start until it has done its steps; return means over those after the warm-up."""
     folder = Path(settings["folder"])
     environment = {**LIBRARY_ENV}
@@ -210,14 +210,14 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def summary(samples: list[Sample]) -> list[dict[str, Any]]:
+def summary(samples: list[Measurement]) -> list[dict[str, Any]]:
     """Return medians over the rounds for each cell, and the medians of the ratios of matched rounds."""
     rows = []
-    for key, found in grouped(samples, *CELL).items():
+    for key, in_cell in grouped(samples, *CELL).items():
         row = dict(zip(CELL, key, strict=True))
-        for (name,), own in grouped(found, "contender").items():
+        for (name,), own in grouped(in_cell, "contender").items():
             row[f"{name}_seconds"] = median(sample["seconds"] for sample in own)
-        row["ours_over_trl"] = matched_ratio(found, OURS, TRL, "seconds")
-        row["in_cpu_time"] = matched_ratio(found, OURS, TRL, "cpu_seconds")
+        row["ours_over_trl"] = matched_ratio(in_cell, OURS, TRL, "seconds")
+        row["in_cpu_time"] = matched_ratio(in_cell, OURS, TRL, "cpu_seconds")
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""For long-lived processes: signals, ending with the parent, garbage collection, and freed memory."""
+"""Setup of long-lived processes: signals, ending with the parent, garbage collection, and freed memory."""
 
 import atexit
 import contextlib

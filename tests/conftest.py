@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parent / "support" / "stub"))
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
-retry.BACKOFF_S = 0.001  # of the clients in this process: tests do not wait
+retry.BACKOFF_S = 0.001  # for the clients in this process, so that tests do not wait
 
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")  # in `sys`: pytest keeps it for debuggers
 
@@ -76,7 +76,7 @@ def pytest_runtest_teardown():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Before each test and its fixtures: the one before may have changed the number of threads, on which bits depend.
+    """Reset the number of threads, on which results depend bit for bit and which the previous test may have changed.
 
     Whatever draws without a seed of its own draws the same each time, and what is logged once is logged in each test.
     Ports that the test before has claimed are free again.
@@ -90,7 +90,7 @@ def pytest_runtest_setup():
 
 
 def pytest_sessionfinish():
-    """After all tests: Python would warn of the ports that the last one has claimed."""
+    """Release the ports that tests have claimed, of which Python would warn."""
     release_ports()
 
 

@@ -25,7 +25,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutations.toml"
-TIMEOUT_S = 120  # of each test: a fault may make it wait for something that never happens
+TIMEOUT_S = 120  # limit of each test: a fault may make it wait for something that never happens
 # exit codes of pytest; others stand for errors of collection or usage
 FAILED = 1
 PASSED = 0

@@ -9,7 +9,7 @@ from rlhf_triton.errors import RlhfError, reason_of
 
 
 class Level(Enum):
-    """How serious a finding is; the value is what the report prints."""
+    """The severity of a finding; its value is printed in the report."""
 
     OK = "ok"
     WARNING = "warning"

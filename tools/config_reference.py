@@ -126,8 +126,8 @@ def _as_markdown(named: Any) -> str:
         if line in ("Args:", "Raises:", "Returns:"):
             line = f"{line}\n"
             listed = True
-        elif listed and (found := re.fullmatch(r" {4}([\w, ]+): (.*)", line)):
-            line = f"* `{found[1]}`: {found[2]}"
+        elif listed and (match := re.fullmatch(r" {4}([\w, ]+): (.*)", line)):
+            line = f"* `{match[1]}`: {match[2]}"
         elif listed and line.startswith("        "):
             line = f"  {line.strip()}"
         lines.append(line)

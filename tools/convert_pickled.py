@@ -65,7 +65,7 @@ def convert_pickled(source: Path, out: Path) -> None:
     def fill(staging: Path) -> None:
         _unpickle(staging, weights, heads)
         _check_index(folder, staging)
-        for file in _kept(folder, weights):
+        for file in _files_to_copy(folder, weights):
             shutil.copyfile(file, staging / file.name)
         if (folder / TEMPLATES).is_dir():
             shutil.copytree(folder / TEMPLATES, staging / TEMPLATES)
@@ -78,24 +78,24 @@ def _weights_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist; give the folder of a checkpoint, or its file of weights")
     names = (WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX)
-    found = next((name for name in names if (folder / name).is_file()), None)
-    if found is None:
+    file_name = next((name for name in names if (folder / name).is_file()), None)
+    if file_name is None:
         files = pickles(folder)
         if len(files) != 1:
             what = ", ".join(file.name for file in files) or "no weights"
             raise CheckpointError(f"{folder} has {what}, not one file to convert; give the path of the file of weights")
         return files
-    if not found.endswith(".json"):
-        return [folder / found]
-    return [folder / name for name in sorted(set(weight_map_of(folder / found).values()))]
+    if not file_name.endswith(".json"):
+        return [folder / file_name]
+    return [folder / name for name in sorted(set(weight_map_of(folder / file_name).values()))]
 
 
 def _heads_beside(source: Path, folder: Path, weights: list[Path]) -> list[Path]:
     """Return the pickles beside the weights: a head of the model may be in a separate file."""
-    found = [file for file in pickles_beside(folder) if file not in weights]
-    if source.is_file() and found:
-        say(f"left out, since {source.name} alone was given: {', '.join(file.name for file in found)}")
-    return [] if source.is_file() else found
+    others = [file for file in pickles_beside(folder) if file not in weights]
+    if source.is_file() and others:
+        say(f"left out, since {source.name} alone was given: {', '.join(file.name for file in others)}")
+    return [] if source.is_file() else others
 
 
 def _check_index(folder: Path, converted: Path) -> None:
@@ -111,7 +111,7 @@ def _check_index(folder: Path, converted: Path) -> None:
         )
 
 
-def _kept(folder: Path, weights: list[Path]) -> list[Path]:
+def _files_to_copy(folder: Path, weights: list[Path]) -> list[Path]:
     """Return the files to copy: configuration files, and heads that are safetensors already."""
     files = [file for file in sorted(folder.iterdir()) if file.is_file()]
     return [

@@ -98,11 +98,11 @@ def _loaded(path: Path, overrides: Sequence[str], loaded: list[Any]) -> Iterator
 
 def python() -> Iterator[Finding]:
     """Check the interpreter, and that it has the library which Triton's stub loads."""
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     if not (3, 10) <= sys.version_info[:2] <= (3, 12):
-        yield failed("python", f"{found}, must be 3.10 to 3.12: create the virtual environment with one of these")
+        yield failed("python", f"{version}, must be 3.10 to 3.12: create the virtual environment with one of these")
     else:
-        yield Finding("python", f"{found} ({sys.executable})")
+        yield Finding("python", f"{version} ({sys.executable})")
     yield Finding("libpython", str(libpython_dir()))
 
 
@@ -121,8 +121,8 @@ def packages() -> Iterator[Finding]:
         if broken := _import_error(PACKAGES.get(name)):
             yield failed(name, f"{installed} cannot be imported ({broken}): pip install --force-reinstall '{pinned}'")
         elif versions and installed.partition("+")[0] not in versions:
-            told = f"{installed}, tested with {versions[0]}: pip install '{name}=={versions[0]}' if anything fails"
-            yield warning(name, told)
+            text = f"{installed}, tested with {versions[0]}: pip install '{name}=={versions[0]}' if anything fails"
+            yield warning(name, text)
         else:
             yield Finding(name, installed)
 
@@ -138,11 +138,11 @@ def _import_error(module: str | None) -> str | None:
 
 def _tested_versions() -> dict[str, list[str]]:
     """Return the tested versions of each package, by lower-case name, one for each Python."""
-    found: dict[str, list[str]] = {}
+    tested: dict[str, list[str]] = {}
     lines = CONSTRAINTS.read_text() if CONSTRAINTS.exists() else ""
     for name, version in re.findall(r"^([\w.-]+)==([^\s;]+)", lines, re.M):
-        found.setdefault(name.lower(), []).append(version)
-    return found
+        tested.setdefault(name.lower(), []).append(version)
+    return tested
 
 
 def devices() -> Iterator[Finding]:

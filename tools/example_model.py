@@ -149,8 +149,8 @@ def save_smollm2(folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**read)
     described = quantized.config.to_dict()
     # `save_pretrained` refuses a quantised model, so the weights are copied to a fresh one.
-    kept = {key: value for key, value in described.items() if key not in ("quantization_config", "_name_or_path")}
-    model = LlamaForCausalLM(LlamaConfig(**kept))
+    config = {key: value for key, value in described.items() if key not in ("quantization_config", "_name_or_path")}
+    model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(quantized.state_dict(), strict=True)
     model.tie_weights()
     model.generation_config = quantized.generation_config

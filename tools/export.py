@@ -49,8 +49,8 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
     steps = numbers_in(checkpoints)
     chosen = max(steps, default=None) if step is None else step
     if chosen not in steps:
-        known = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"
-        raise CheckpointError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}; {known}")
+        available = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"
+        raise CheckpointError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}; {available}")
     out = out or run_dir / "export" / f"step-{chosen}{'-peft' if as_adapter else ''}"
     if out.exists():
         raise CheckpointError(f"--out: {out} already exists; choose another folder")

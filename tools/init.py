@@ -68,11 +68,11 @@ def _files(name: str, policy: str) -> dict[str, str]:
     loaded = Environment(
         loader=PackageLoader("rlhf_triton.tools"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    known = {"name": name, "cls": name.title().replace("_", ""), "policy": policy}
+    values = {"name": name, "cls": name.title().replace("_", ""), "policy": policy}
     begin = {"messages": [{"role": "user", "content": "Let us play a game. "}]}
     return {
-        f"{name}.py": loaded.get_template("environment.py.j2").render(known),
-        f"test_{name}.py": loaded.get_template("test_environment.py.j2").render(known),
+        f"{name}.py": loaded.get_template("environment.py.j2").render(values),
+        f"test_{name}.py": loaded.get_template("test_environment.py.j2").render(values),
         f"{name}.jsonl": "".join(json.dumps({**begin, "secret": 1 + i % 9}) + "\n" for i in range(NUM_PROMPTS)),
-        f"{name}.yaml": loaded.get_template("environment.yaml.j2").render(known),
+        f"{name}.yaml": loaded.get_template("environment.yaml.j2").render(values),
     }

@@ -34,12 +34,12 @@ def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         CheckpointError: a folder cannot be used.
         ConfigError: an override is wrong.
     """
-    given = _check(parser, arguments)
+    folders = _check(parser, arguments)
     if arguments.convert is not None:
         from rlhf_triton.tools.convert_pickled import convert_pickled
 
         interrupt_on_signals()
-        ((role, source),) = given.items()
+        ((role, source),) = folders.items()
         convert_pickled(source, arguments.convert)
         setattr(arguments, role, arguments.convert)
     models = (arguments.reward, arguments.critic, arguments.policy)
@@ -55,16 +55,16 @@ def init_models(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Path]:
     """Return the folders by role; exit with a message if the arguments contradict each other."""
-    given = {role: path for role in ("reward", "critic", "policy") if (path := getattr(arguments, role)) is not None}
-    if not given:
+    folders = {role: path for role in ("reward", "critic", "policy") if (path := getattr(arguments, role)) is not None}
+    if not folders:
         parser.error("give --reward PATH, --critic PATH or --policy PATH")
-    if arguments.convert is not None and len(given) > 1:
+    if arguments.convert is not None and len(folders) > 1:
         parser.error("--convert converts one folder: give one of --reward PATH, --critic PATH and --policy PATH")
     if arguments.out is not None and arguments.out.exists():
         parser.error(f"{arguments.out} already exists; choose another file")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         parser.error(f"the folder {arguments.out.parent} does not exist; create it first")
-    return given
+    return folders
 
 
 def model_sections(
@@ -144,9 +144,9 @@ def _label_choices(info: CheckpointInfo) -> str:
     names = info.label_names
     goods = reversed(names) if len(names) == 2 else names[:1]
     ways = {choice for good in goods for choice in choices(names, good)}
-    found = sorted(ways, key=lambda choice: ("separate" in choice, choice))
+    ordered = sorted(ways, key=lambda choice: ("separate" in choice, choice))
     lines = ["choose which of the labels is the reward: remove the # of one line (without one, the model is refused)"]
-    lines += ["  # ".join(choice.removeprefix("reward.").removesuffix(")").split(" (")) for choice in found]
+    lines += ["  # ".join(choice.removeprefix("reward.").removesuffix(")").split(" (")) for choice in ordered]
     return "".join(f"  # {line}\n" for line in lines)
 
 

@@ -40,13 +40,13 @@ from rlhf_triton.wire.chats import (
 
 VLLM_BANS = 1024  # entries of `logit_bias`
 QUESTION = {"role": "user", "content": PROBE}
-MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
+SHORTEST_MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
 ANSWER = re.compile(
     r"(\w+_)?(answer|output|response|completion|reply|solution|label|summary|chosen|gold|ground_truth)s?(_text)?",
     re.IGNORECASE,
 )
 TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")  # as special tokens are written
-# of a file whose prompts have the answers: of rows, and of different answers
+# A file's prompts contain the answers if this share of rows, with this many characters of different answers, do.
 GIVEN_SHARE = 0.75
 GIVEN_CHARACTERS = 12
 # Columns beside the prompt that trainers, or chat templates, put into it: of LLaMA-Factory, Alpaca, TRL, transformers.
@@ -75,12 +75,12 @@ def token_problems(config: RunConfig) -> Iterator[str]:
     banned = {*special.banned_ids}
     sampled = [i for i in entries if (size is None or i < size) and i not in banned]
     for role, section in config.served_sections.items():
-        known = num_embeddings(section.model)
-        lacking = [i for i in sampled if i >= (known or i + 1)]
+        num_rows = num_embeddings(section.model)
+        lacking = [i for i in sampled if i >= (num_rows or i + 1)]
         if lacking and same_tokenizer(folder, section.model):  # another tokenizer makes other ids of a text
             yield (
-                f"{role}.model: {section.model} has {known} embeddings, none for {_named(tokenizer, lacking)}, which "
-                f"the policy may sample; {RESIZE}, or start from a model of the policy's size"
+                f"{role}.model: {section.model} has {num_rows} embeddings, none for {_named(tokenizer, lacking)}, "
+                f"which the policy may sample; {RESIZE}, or start from a model of the policy's size"
             )
 
 
@@ -117,11 +117,13 @@ def _ended_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
     tokenizer = load_tokenizer(folder)
     ends = [i for i in special_tokens_in(folder).eos_ids if is_special(tokenizer, i)]
     marks = tuple(mark for mark in tokenizer.convert_ids_to_tokens(ends) if mark)
-    found = [each for each in prompts if MESSAGES_KEY not in each.metadata and each.text.rstrip().endswith(marks)]
-    if found:
+    ended = [
+        prompt for prompt in prompts if MESSAGES_KEY not in prompt.metadata and prompt.text.rstrip().endswith(marks)
+    ]
+    if ended:
         yield (
-            f"{found[0].where}: the text ends with what ends a response ({', '.join(map(repr, marks))}), so the answer "
-            f"may be in the prompt ({len(found)} such rows); end it where the policy is to begin, or give the chat as "
+            f"{ended[0].where}: the text ends with what ends a response ({', '.join(map(repr, marks))}), so the answer "
+            f"may be in the prompt ({len(ended)} such rows); end it where the policy is to begin, or give the chat as "
             "`messages`"
         )
 
@@ -131,18 +133,18 @@ def _given_answers(prompts: Sequence[Prompt]) -> Iterator[str]:
 
     A short answer may be there by accident ("Is 5 or 3 larger, 3 or 5"), in one row or in some of a file.
     """
-    found: dict[tuple[str, str], list[tuple[Prompt, str]]] = defaultdict(list)
+    answers: dict[tuple[str, str], list[tuple[Prompt, str]]] = defaultdict(list)
     for prompt in prompts:
         for name, answer in _answers(prompt.metadata):
-            found[prompt.where.rstrip("0123456789"), name].append((prompt, answer))
-    for (_, name), rows in found.items():
-        given = [(prompt, answer) for prompt, answer in rows if _ends_with(prompt, answer)]
-        is_known = len("".join({answer for _, answer in given})) >= GIVEN_CHARACTERS
-        if is_known and len(given) >= GIVEN_SHARE * len(rows):
+            answers[prompt.where.rstrip("0123456789"), name].append((prompt, answer))
+    for (_, name), rows in answers.items():
+        repeated = [(prompt, answer) for prompt, answer in rows if _ends_with(prompt, answer)]
+        is_known = len("".join({answer for _, answer in repeated})) >= GIVEN_CHARACTERS
+        if is_known and len(repeated) >= GIVEN_SHARE * len(rows):
             yield (
-                f"{given[0][0].where}: the prompt ends with the row's {name!r}, the answer that the policy is to write "
-                f"(in {len(given)} of {len(rows)} rows with that column); end the prompt before it, or rename the "
-                "column if the policy is to repeat it"
+                f"{repeated[0][0].where}: the prompt ends with the row's {name!r}, the answer that the policy is to "
+                f"write (in {len(repeated)} of {len(rows)} rows with that column); end the prompt before it, or rename "
+                "the column if the policy is to repeat it"
             )
 
 
@@ -162,8 +164,8 @@ def _ends_with(prompt: Prompt, answer: str) -> bool:
     """Return whether the prompt, or a message of it, ends with the answer, ignoring trailing tags and punctuation."""
     chat = prompt.metadata.get(MESSAGES_KEY)
     for text in [prompt.text] if chat is None else [message.get("content") or "" for message in chat]:
-        before, found, behind = _collapse_space(text).rpartition(answer)
-        if found and not before[-1:].isalnum() and not re.search(r"\w", TAG.sub("", behind)):
+        before, matched, behind = _collapse_space(text).rpartition(answer)
+        if matched and not before[-1:].isalnum() and not re.search(r"\w", TAG.sub("", behind)):
             return True
     return False
 
@@ -177,7 +179,7 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
     tokenizers = [load_tokenizer(config.actor.policy.model)]
     if config.uses_reward_model and config.reward.template is None:
         tokenizers.append(load_tokenizer(config.reward.model))
-    found: dict[str, list[Prompt]] = defaultdict(list)
+    rows_by_problem: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         columns = prompt.metadata
         is_chat = MESSAGES_KEY in columns
@@ -187,19 +189,21 @@ def _unused_columns(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
             value = columns.get(name)
             if value not in (*EMPTY, {}) and not _is_within(prompt.text, value):
                 form = " as `messages`" if name in TEMPLATE_COLUMNS else ""
-                found[
+                rows_by_problem[
                     f"the column {name!r} is not in the prompt, and no model reads it; put it into the prompt{form}, "
                     "or rename it if a reward function reads it"
                 ].append(prompt)
         options = template_options(tokenizers[0], columns) if is_chat and columns.get(TEMPLATE_VARIABLES) else {}
         tools = options.pop(TOOLS, None)
-        given = [each for each in tokenizers if options and each.chat_template]
-        read = {name for each in given for name in _variables(each.get_chat_template(tools=tools))}
+        with_template = [tokenizer for tokenizer in tokenizers if options and tokenizer.chat_template]
+        read = {name for tokenizer in with_template for name in _variables(tokenizer.get_chat_template(tools=tools))}
         for name in sorted(name for name in options.keys() - read if options[name] not in (*EMPTY, {})):
             near = "".join(f" (did you mean {other!r}?)" for other in difflib.get_close_matches(name, read, 1))
-            found[f"{TEMPLATE_VARIABLES}: no chat template of this run reads {name!r}{near}; remove it"].append(prompt)
-    for told, rows in found.items():
-        yield f"{rows[0].where}: {told} ({len(rows)} such rows)" if len(rows) > 1 else f"{rows[0].where}: {told}"
+            rows_by_problem[
+                f"{TEMPLATE_VARIABLES}: no chat template of this run reads {name!r}{near}; remove it"
+            ].append(prompt)
+    for problem, rows in rows_by_problem.items():
+        yield f"{rows[0].where}: {problem} ({len(rows)} such rows)" if len(rows) > 1 else f"{rows[0].where}: {problem}"
 
 
 def _is_within(text: str, value: Any) -> bool:
@@ -246,7 +250,7 @@ def _marks(tokenizer: Any) -> list[str]:
     ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}
     between = chat.partition(PROBE)[2].partition(PROBE)[0]  # from the end of a question to its answer
     marks = [*tokenizer.convert_ids_to_tokens(sorted(ids)), between]
-    return [mark.strip() for mark in marks if len(mark.strip()) >= MARK]
+    return [mark.strip() for mark in marks if len(mark.strip()) >= SHORTEST_MARK]
 
 
 def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -268,15 +272,15 @@ def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
     if _rendered(policy) != _rendered(tokenizer):
         formats["actor.policy.model"] = policy, "reward.model does not read a chat in its own format"
     own = _marks(tokenizer)
-    for key, (owner, told) in formats.items():
+    for key, (owner, consequence) in formats.items():
         marks = own if owner is tokenizer else [mark for mark in _marks(owner) if mark not in own]
-        found = [(prompt, mark) for prompt in texts for mark in marks if mark in prompt.text]
-        if found:
-            prompt, mark = found[0]
-            rows = len({id(prompt) for prompt, _ in found})
+        matches = [(prompt, mark) for prompt in texts for mark in marks if mark in prompt.text]
+        if matches:
+            prompt, mark = matches[0]
+            rows = len({id(prompt) for prompt, _ in matches})
             more = f" ({rows} such rows)" if rows > 1 else ""
             yield (
-                f"{prompt.where} is a text with {mark!r} of {key}'s chat template, so {told}; give the chat as "
+                f"{prompt.where} is a text with {mark!r} of {key}'s chat template, so {consequence}; give the chat as "
                 f"`messages`{more}"
             )
             return
@@ -284,10 +288,10 @@ def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
 
 def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """Yield warnings where the reward model's rendering of prompts may differ from its training."""
-    yield from (warning("prompts", told) for told in prompt_warnings(config, prompts))
+    yield from (warning("prompts", text) for text in prompt_warnings(config, prompts))
     reward = config.reward
     is_rendered = config.uses_reward_model and reward.template is None and reward.add_special_tokens
-    if not is_rendered or not any(MESSAGES_KEY in each.metadata for each in prompts):
+    if not is_rendered or not any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
         return
     tokenizer = load_tokenizer(reward.model)
     before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, _rendered(tokenizer))[0])
@@ -308,12 +312,16 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
     special = special_tokens_in(folder)
     yield _ends(tokenizer, special, size)
     if tokenizer.chat_template and not _rendered(tokenizer):
-        told = "the policy's chat template refuses a question and a reply, so how it ends a turn is unknown"
-        yield warning("ends", f"{told}; name that token in generation_config.json (eos_token_id), if none above is it")
+        problem = "the policy's chat template refuses a question and a reply, so how it ends a turn is unknown"
+        yield warning(
+            "ends", f"{problem}; name that token in generation_config.json (eos_token_id), if none above is it"
+        )
     behind = _rendered(tokenizer).rpartition(PROBE)[2].strip()
     if behind and reply_end(tokenizer) is None and not config.actor.generation.stop_strings:
-        told = f"the chat template ends a reply with {behind!r}, which is no special token: no response ends there"
-        yield warning("ends", f"{told}; set actor.generation.stop_strings to [{behind!r}], or add it to the tokenizer")
+        problem = f"the chat template ends a reply with {behind!r}, which is no special token: no response ends there"
+        yield warning(
+            "ends", f"{problem}; set actor.generation.stop_strings to [{behind!r}], or add it to the tokenizer"
+        )
     if unused := len(ids_without_entry(tokenizer, size or 0)):
         yield Finding(
             "embeddings",
@@ -326,13 +334,14 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
         yield warning("embeddings", f"{text}: set actor.generation.engine to slots if it refuses them")
     served = {f"{role}.model": section.model for role, section in config.served_sections.items()}
     for key, model in {"actor.policy.model": folder, **served}.items():
-        known = num_embeddings(model)
-        if known is None or not has_tokenizer(model):
+        num_rows = num_embeddings(model)
+        if num_rows is None or not has_tokenizer(model):
             continue
         own = load_tokenizer(model)
-        if lacking := [i for i in sorted(own.get_vocab().values()) if i >= known]:
+        if lacking := [i for i in sorted(own.get_vocab().values()) if i >= num_rows]:
             text = (
-                f"{key}: {known}, none for {_named(own, lacking)} of the tokenizer: no text may have them, or {RESIZE}"
+                f"{key}: {num_rows}, none for {_named(own, lacking)} of the tokenizer: no text may have them, or "
+                f"{RESIZE}"
             )
             yield warning("embeddings", text)
 

@@ -1,4 +1,4 @@
-"""What the models of a run hold on each device, for `--dry-run`: counted on models without values, from config.json.
+"""The memory that a run's models need on each device, for `--dry-run`: computed from config.json, without weights.
 
 Weights, gradients, optimizer moments, and the keys and values of generation; of optimizers in 8 bits without the
 scales. Activations come on top: the token budgets bound them.
@@ -65,18 +65,19 @@ def memory_lines(config: RunConfig, *, served_only: bool = False) -> tuple[list[
         count = 1 if place.every else len(place.devices) // len(devices)  # ranks on the CPU
         sizes = [count * size for size in astuple(held)]
         where = f"{place.machine} {devices[0]}".strip() + (f" to {devices[-1]}, each" if len(devices) > 1 else "")
-        rows.append([role, where, *(shown(size) if size else "-" for size in sizes), shown(sum(sizes))])
+        rows.append([role, where, *(format_bytes(size) if size else "-" for size in sizes), format_bytes(sum(sizes))])
         for device in devices:
             parts.setdefault(f"{place.machine} {device}".strip(), {})[role] = sum(sizes)
     problems = []
     for device in sorted(parts, key=_number):
         size = sum(parts[device].values())
         free = _free(device)
-        rows.append(["all", device, *[""] * len(COLUMNS), shown(size), "" if free is None else f"{shown(free)} free"])
+        free_text = "" if free is None else f"{format_bytes(free)} free"
+        rows.append(["all", device, *[""] * len(COLUMNS), format_bytes(size), free_text])
         if free is not None and size > free:
-            each = ", ".join(f"{role} {shown(part)}" for role, part in parts[device].items())
+            by_role = ", ".join(f"{role} {format_bytes(part)}" for role, part in parts[device].items())
             problems.append(
-                f"{device} has {shown(free)} free and the models need {shown(size)} ({each}): set "
+                f"{device} has {format_bytes(free)} free and the models need {format_bytes(size)} ({by_role}): set "
                 "another device, dtype or precision bfloat16, lora_rank, more ranks or tensor_parallel"
             )
     widths = [max(map(len, column)) for column in zip(*(row[: len(rows[0])] for row in rows), strict=True)]
@@ -219,7 +220,7 @@ def _free(device: str) -> int | None:
     return torch.cuda.mem_get_info(int(index))[0]
 
 
-def shown(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Return bytes as text, in binary units."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1024:

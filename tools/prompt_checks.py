@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf_triton.actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
-from rlhf_triton.actor.run.row_limits import REPLY, check_lengths, check_renderings
+from rlhf_triton.actor.run.row_limits import TRIAL_REPLY, check_lengths, check_renderings
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ConfigError, RunConfig
@@ -34,8 +34,8 @@ def check_prompts(config: RunConfig) -> list[Prompt]:
     reader = PromptReader.from_config(config, load_tokenizer(policy), num_embeddings(policy))
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     paths = {key: path for key, path in {**prompts.paths, **held_out}.items() if path is not None}
-    found = {key: _first_prompts(config, reader, key, path) for key, path in paths.items()}
-    return [prompt for key in prompts.paths for prompt in found[key]]
+    prompts_by_key = {key: _first_prompts(config, reader, key, path) for key, path in paths.items()}
+    return [prompt for key in prompts.paths for prompt in prompts_by_key[key]]
 
 
 def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path) -> list[Prompt]:
@@ -47,15 +47,15 @@ def _first_prompts(config: RunConfig, reader: PromptReader, key: str, path: Path
             raise PromptError(f"{path} has no prompts")
         if any(isinstance(row.columns.get(name), list) for row in rows for name in CONVERSATIONS):
             _check_templates(config, key)
-        found = [reader.prompt(row) for row in rows]
+        prompts = [reader.prompt(row) for row in rows]
         if config.serves_rewards:
-            check_columns(ServedModel.of(declared), found)
+            check_columns(ServedModel.of(declared), prompts)
         if config.uses_reward_model:
-            fitted = [prompt for prompt in map(reader.fitted, found) if prompt is not None]
+            fitted = [prompt for prompt in map(reader.fitted, prompts) if prompt is not None]
             check_rendering(config, reader.tokenizer, fitted)
     except PromptError as error:
         raise ConfigError(f"{key}: {error}") from error
-    return found
+    return prompts
 
 
 def check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> None:
@@ -72,9 +72,9 @@ def check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]
             if section.process is not None:  # whose rows have another form; it reads replies without the template
                 reader.rendered(0, *row_texts(prompt, ""))
                 return 0
-            text, metadata = row_texts(prompt, REPLY)
+            text, metadata = row_texts(prompt, TRIAL_REPLY)
             if section.text == "pair" and not is_chat:
-                return len(reader.encoded(0, prompt.text, metadata, REPLY).ids)
+                return len(reader.encoded(0, prompt.text, metadata, TRIAL_REPLY).ids)
             return len(reader.encoded(0, text, metadata).ids)
         except ContractError as error:
             raise PromptError(f"{prompt.where}: reward.model: {error.of_only_row}") from error
@@ -113,7 +113,7 @@ def _check_templates(config: RunConfig, prompts: str) -> None:
 
 def row_texts(prompt: Prompt, reply: str) -> tuple[str, dict[str, Any]]:
     """Return the text and the metadata of a row with a made-up reply, as a run sends them."""
-    known = {**prompt.metadata, **({RESPONSE_KEY: reply} if reply else {})}
+    row_metadata = {**prompt.metadata, **({RESPONSE_KEY: reply} if reply else {})}
     if MESSAGES_KEY in prompt.metadata:
-        return reply, known
-    return f"{prompt.text}{reply}", {**known, PROMPT_KEY: prompt.text}
+        return reply, row_metadata
+    return f"{prompt.text}{reply}", {**row_metadata, PROMPT_KEY: prompt.text}

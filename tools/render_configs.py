@@ -119,9 +119,9 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
     drifts = []
     files = _files(config, out, resolve_paths)
     for path, text in files.items():
-        found = path.read_text() if path.is_file() else None
-        if found != text:
-            before, after = ((each or "").splitlines() for each in (found, text))
+        present = path.read_text() if path.is_file() else None
+        if present != text:
+            before, after = ((content or "").splitlines() for content in (present, text))
             lines = difflib.unified_diff(before, after, "on disk", "rendered", lineterm="", n=1)
             drifts.append(Drift(path, "\n".join(lines), text))
     return drifts + [
@@ -231,9 +231,9 @@ def _reward_parameters(config: RunConfig, place: PathForm) -> dict[str, str]:
     with _named("reward.model"):
         weights = attribute_weights(section)
     if section.store:
-        kept = {**_store_parameters(config.run.reward_weights_dir, place), "reload": "swap"}
+        identity = {**_store_parameters(config.run.reward_weights_dir, place), "reload": "swap"}
     else:
-        kept = {contract.CHECKPOINT_FINGERPRINT: _model_fingerprint("reward", section.model)}
+        identity = {contract.CHECKPOINT_FINGERPRINT: _model_fingerprint("reward", section.model)}
     return {
         **_scoring_parameters(section, config, place),
         **_fingerprints(section.model),
@@ -243,7 +243,7 @@ def _reward_parameters(config: RunConfig, place: PathForm) -> dict[str, str]:
         contract.LABELS: json.dumps(_labels(config)),
         "num_rewards": str(_num_rewards(config)),
         **_checked_parameters(section),
-        **kept,
+        **identity,
     }
 
 
@@ -285,12 +285,12 @@ def _functions_fingerprint(config: RunConfig) -> str:
 def _checked_parameters(reward: RewardSection) -> dict[str, str]:
     """Return `text_parameters`. Raises ConfigError if the template is not valid."""
     try:
-        found = text_parameters(reward)
-        if "template" in found:
-            RowTemplate(found["template"])
+        parameters = text_parameters(reward)
+        if "template" in parameters:
+            RowTemplate(parameters["template"])
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return found
+    return parameters
 
 
 def _critic(config: RunConfig, place: PathForm, render: Render) -> dict[str, str]:
@@ -378,9 +378,9 @@ def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
         path.parent for path in out.glob("*/config.pbtxt") if path in files or path.read_text().startswith(GENERATED)
     ]
     bytecode = {path.parent / "__pycache__" for path in files if path.suffix == ".py"}
-    kept = {*files, *(parent for path in files for parent in path.parents), *bytecode}
-    found = [path for model in models for path in (model, *model.glob("[0-9]*"), *model.glob("[0-9]*/*"))]
-    return sorted((path for path in found if path not in kept), reverse=True)
+    current = {*files, *(parent for path in files for parent in path.parents), *bytecode}
+    candidates = [path for model in models for path in (model, *model.glob("[0-9]*"), *model.glob("[0-9]*/*"))]
+    return sorted((path for path in candidates if path not in current), reverse=True)
 
 
 def _num_rewards(config: RunConfig) -> int:
@@ -461,13 +461,13 @@ def _threads(section: ModelSection, config: RunConfig) -> str:
 
 
 def _fingerprints(folder: Path) -> dict[str, str]:
-    known = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in known):  # the committed repository has no checkpoint
+    tokenizer_files = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in tokenizer_files):  # the committed repository has no checkpoint
         return {"tokenizer_fingerprint": "", "rendering_fingerprint": ""}
     from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, rendering_fingerprint
 
-    found = load_tokenizer(folder)
-    return {"tokenizer_fingerprint": fingerprint(found), "rendering_fingerprint": rendering_fingerprint(found)}
+    tokenizer = load_tokenizer(folder)
+    return {"tokenizer_fingerprint": fingerprint(tokenizer), "rendering_fingerprint": rendering_fingerprint(tokenizer)}
 
 
 def _training_key_hash(variable: str | None) -> str:

@@ -186,8 +186,12 @@ def _critic_of(config: RunConfig, run_dir: Path, step: int, *, required: bool = 
     except REPORTED as error:  # the policy is replayed without it
         if required:
             steps = saved_steps(actor_checkpoints(run_dir).with_name("critic"))
-            kept = f"its checkpoints are of steps {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
-            raise RlhfError(f"--fork: the critic after step {step} is not kept: {reason_of(error)}; {kept}") from error
+            available = (
+                f"its checkpoints are of steps {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
+            )
+            raise RlhfError(
+                f"--fork: the critic after step {step} is not kept: {reason_of(error)}; {available}"
+            ) from error
         print(f"the critic is not replayed: {reason_of(error)}", flush=True)
         return None
 

@@ -50,9 +50,9 @@ class RunProcesses:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
     arguments: argparse.Namespace
-    """Of the command line."""
+    """Options of the command line."""
     overrides: Sequence[str]
-    """Those of the command line; those of ports and of vLLM's address are added."""
+    """Overrides from the command line, plus those of ports and vLLM's address."""
     config: RunConfig
     progress: RunProgress
     signals: StopSignals
@@ -295,11 +295,11 @@ def _what_resumes(run_dir: Path) -> str:
 
 
 def _print_outcome(run_dir: Path) -> None:
-    from rlhf_triton.tools.report.page import shown
+    from rlhf_triton.tools.report.page import format_value
 
     summary = json.loads((run_dir / "summary.json").read_text())
     for name, value in summary.items():
-        print(f"  {name:<32}{shown(value)}")
+        print(f"  {name:<32}{format_value(value)}")
     print(f"report: {run_dir / 'report.html'}")
     _print_policy(run_dir)
 

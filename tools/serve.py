@@ -23,7 +23,7 @@ from rlhf_triton.store.run_lock import make_folder, only_server
 from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.checks import Level, found_by
-from rlhf_triton.tools.server.child import Check
+from rlhf_triton.tools.server.child import WaitCheck
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
 from rlhf_triton.tools.server.server_log import Log
@@ -91,8 +91,8 @@ def print_memory(config: RunConfig, *, served_only: bool = False) -> int:
     from rlhf_triton.tools.memory_table import memory_lines  # torch: slow to import
 
     command = "serve --dry-run" if served_only else "run --dry-run"
-    found = preflight.findings(config, command, found_by)
-    refused = [finding.text for finding in found if finding.level is Level.FAILED]
+    memory = preflight.findings(config, command, found_by)
+    refused = [finding.text for finding in memory if finding.level is Level.FAILED]
     lines, problems = memory_lines(config, served_only=served_only)
     problems = [*refused, *problems]
     if line := effect_line(config):
@@ -157,7 +157,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
         )
 
 
-def start_server(config: RunConfig, *, log: Log = print, check: Check = lambda: None) -> TritonServer:
+def start_server(config: RunConfig, *, log: Log = print, check: WaitCheck = lambda: None) -> TritonServer:
     """Render the run's model repository, start a server on it, and return it once every model has answered a request.
 
     The caller must stop the server. `section` of the server has the actual ports where the configuration has 0. `log`
@@ -196,7 +196,7 @@ def start_server(config: RunConfig, *, log: Log = print, check: Check = lambda: 
     return server
 
 
-def supervised(config: RunConfig, *, log: Log, check: Check) -> Supervisor[TritonServer]:
+def supervised(config: RunConfig, *, log: Log, check: WaitCheck) -> Supervisor[TritonServer]:
     """Start the run's server as `start_server` does, and supervise it; holds the lock of its folder."""
     lock = only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
     return Supervisor(lambda: start_server(config, log=log, check=check), log=log, lock=lock, watch=ServerHealth)

@@ -1,4 +1,4 @@
-"""What a repository serves as rewards: the parameters that declare them, and the steps of the ensembles.
+"""The rewards that a repository serves: the parameters that declare them, and the steps of the ensembles.
 
 The ensembles are `critic_infer` and, if the YAML has `rewards`, `reward_model`. Each step takes an output of the step
 before it, so that Triton runs them in sequence: tritonserver 2.51 can crash when two steps of one request fail at the
@@ -82,13 +82,13 @@ def mixture_steps(
         component = f"component_{name}"
         error = f"error_{name}"
         own = {contract.REWARD_COMPONENT: component, contract.REWARD_ERROR: error}
-        taken = _identity_map(*inputs)
-        given = own
+        input_map = _identity_map(*inputs)
+        output_map = own
         if name == MODEL_TERM:
             own = {contract.REWARDS: component}
-            taken |= _identity_map(*_more_inputs(traits))
-            given = _identity_map(*_output_names("reward", traits=traits)) | own
-        steps.append(Step(model_of(name), taken | (after or {}), given))
+            input_map |= _identity_map(*_more_inputs(traits))
+            output_map = _identity_map(*_output_names("reward", traits=traits)) | own
+        steps.append(Step(model_of(name), input_map | (after or {}), output_map))
         after = {contract.AFTER_COMPONENT: component}
         sums |= _identity_map(*own.values())
     return [*steps, Step(contract.REWARD_MIXTURE, sums, _identity_map(*_output_names("mixture")))]
@@ -102,8 +102,8 @@ def reward_traits(config: RunConfig, *, is_stored: bool) -> tuple[str, ...]:
 
 def ensemble_outputs(*models: str, traits: Collection[str]) -> list[contract.Output]:
     """Return the outputs of an ensemble of these kinds of models."""
-    found = contract.outputs_of(*models, traits=traits)
-    return [output for output in found if not output.is_optional and output.name != contract.AFTER_CRITIC]
+    declared = contract.outputs_of(*models, traits=traits)
+    return [output for output in declared if not output.is_optional and output.name != contract.AFTER_CRITIC]
 
 
 def _output_names(model: str, traits: Collection[str] = ()) -> list[str]:

@@ -103,8 +103,8 @@ def _actor(config: RunConfig) -> str:
     if line is None:
         return "no step has ended"
     ago = time.time() - (config.run.dir / "metrics.jsonl").stat().st_mtime
-    known = {spec.status: line.get(spec.key) for spec in ACTOR if spec.status}
-    numbers = ", ".join(f"{name} {value:.3g}" for name, value in known.items() if value is not None)
+    values = {spec.status: line.get(spec.key) for spec in ACTOR if spec.status}
+    numbers = ", ".join(f"{name} {value:.3g}" for name, value in values.items() if value is not None)
     return f"step {line['step']} of {config.actor.steps} ended {_ago(ago)}: {numbers}{_memory(line)}"
 
 
@@ -153,11 +153,11 @@ def _last_line(path: Path, having: str = "step") -> dict[str, Any] | None:
     """Return the last complete line with this key."""
     for line in reversed(last_lines(path, TAIL_BYTES)):
         try:
-            found: dict[str, Any] = json.loads(line)
+            row: dict[str, Any] = json.loads(line)
         except ValueError:  # still being written
             continue
-        if having in found:
-            return found
+        if having in row:
+            return row
     return None
 
 

@@ -12,7 +12,7 @@ from rlhf_triton.actor.data.chat import Chat, TemplateError
 from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
-from rlhf_triton.actor.run.row_limits import REPLY
+from rlhf_triton.actor.run.row_limits import TRIAL_REPLY
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
 from rlhf_triton.config.required_files import tokenizer_folder
@@ -80,8 +80,8 @@ def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
         first = next((prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata), None)
         if config.uses_reward_model and first is not None:
             tokens = chat.tokenizer(chat.prompt(first.metadata[MESSAGES_KEY]), add_special_tokens=False)["input_ids"]
-            known = {**first.metadata, **chat.options}
-            check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=known)])
+            variables = {**first.metadata, **chat.options}
+            check_rendering(config, chat.tokenizer, [replace(first, tokens=np.array(tokens), metadata=variables)])
     except EnvironmentFailed as error:
         if error.is_misused:
             yield failed("environment", str(error))
@@ -102,7 +102,7 @@ async def _try_environment(environments: Environments, prompt: Prompt) -> None:
     instance = await environments.open({SEED: 0, **prompt.metadata, **shown})
     try:
         if environments.tools is None:
-            await instance.step(REPLY)
+            await instance.step(TRIAL_REPLY)
     except EnvironmentFailed as error:
         if error.is_misused:
             raise
@@ -111,5 +111,5 @@ async def _try_environment(environments: Environments, prompt: Prompt) -> None:
 
 
 def _sample(prompt: Prompt, tokenizer: Any) -> Sample:
-    text, metadata = row_texts(prompt, REPLY)
+    text, metadata = row_texts(prompt, TRIAL_REPLY)
     return Sample(text, tokenizer(text, add_special_tokens=False)["input_ids"], metadata)

@@ -149,18 +149,18 @@ def _can_be_mapped(file: Path) -> bool:
 
 def _tensors(file: Path, loaded: Any) -> dict[str, Tensor]:
     """Return the tensors of a loaded file by name, dense and without the wrappers that trainers put around them."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     left_out: list[str] = []
-    _collect(file, loaded, "", found, left_out, set())
+    _collect(file, loaded, "", tensors, left_out, set())
     for prefix in WRAPPED:
-        if found and all(name.startswith(prefix) for name in found):
+        if tensors and all(name.startswith(prefix) for name in tensors):
             _print(say=f"{file.name}: removed {prefix} from all names")
-            found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    if not found:
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    if not tensors:
         raise CheckpointError(f"{file} has no tensors; give the file of the model's weights")
     if left_out:
         _print(say=f"{file.name}: left out {', '.join(left_out)}")
-    checked = {name: _checked(file, name, tensor) for name, tensor in found.items()}
+    checked = {name: _checked(file, name, tensor) for name, tensor in tensors.items()}
     # Tied weights share a storage, and are written under each of their names: at most twice what the file has.
     most = 2 * file.stat().st_size + SPARE_BYTES
     if sum(map(_num_bytes, checked.values())) > most:
@@ -168,24 +168,26 @@ def _tensors(file: Path, loaded: Any) -> dict[str, Tensor]:
     return checked
 
 
-def _collect(file: Path, value: Any, path: str, found: dict[str, Tensor], left_out: list[str], seen: set[int]) -> None:
-    """Add the tensors in nested dicts to `found`, named by their keys, and the names of other entries to `left_out`."""
+def _collect(
+    file: Path, value: Any, path: str, tensors: dict[str, Tensor], left_out: list[str], visited: set[int]
+) -> None:
+    """Add the tensors in nested dicts to `tensors`, named by their keys; other names go to `left_out`."""
     if isinstance(value, Tensor):
-        found[path] = value
+        tensors[path] = value
     elif isinstance(value, Mapping):
-        if id(value) in seen:
+        if id(value) in visited:
             raise CheckpointError(f"{file} is refused: it has the dict {path!r} more than once")
-        seen.add(id(value))
+        visited.add(id(value))
         for key, entry in value.items():
             name = str(key) if not path else f"{path}.{key}"
             if not path and (TRAINERS.fullmatch(name) or (isinstance(entry, Mapping) and LOSS_SCALER in entry)):
                 left_out.append(name)
             elif not path and name in WRAPPERS and isinstance(entry, Mapping):
-                _collect(file, entry, "", found, left_out, seen)
-            elif name in found:
+                _collect(file, entry, "", tensors, left_out, visited)
+            elif name in tensors:
                 raise CheckpointError(f"{file} is refused: it has the tensor {name} twice; remove one")
             else:
-                _collect(file, entry, name, found, left_out, seen)
+                _collect(file, entry, name, tensors, left_out, visited)
     elif isinstance(value, list | tuple) and any(isinstance(entry, Tensor | Mapping) for entry in value):
         raise CheckpointError(f"{file} is refused: {path or 'all of it'} is a list of tensors, which have no names")
     elif CONSTANTS.fullmatch(path) and type(value) in (int, float, list, tuple):

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_config(args.config, args.overrides)
     if args.model == "reward" and not config.reward.store:
         raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
-    served = [each.name for each in live_models(config)]
+    served = [live.name for live in live_models(config)]
     if not served or (args.model == "critic" and not config.serves_critic):
         raise ConfigError(
             "no versions are served: the configuration has no critic, and reward.store is false"
@@ -86,7 +86,7 @@ def show(store: WeightsStore) -> None:
     """Print a line for each version, then a line for each instance that rejected a version."""
     current = store.current()
     records = store.records.alive()
-    sources = [each.source or "" for each in store.manifests()]
+    sources = [version.source or "" for version in store.manifests()]
     width = max(map(len, ["source", *sources]))
     print(
         f"{'version':>8}  {'step':>6}  {'from':>6}  {'source':<{width}}  {'MB':>8}  {'digest':<18}  {'written':<19}  "

@@ -79,11 +79,11 @@ def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple
             raise ConfigError(
                 f"{where}: is a text that contains messages; store the list of messages itself, also as `prompt`"
             )
-        known = {**columns, RESPONSE_KEY: reply}
+        row_metadata = {**columns, RESPONSE_KEY: reply}
         if prompt is None:
-            return reply, known, ""
-        known[PROMPT_KEY] = prompt
-        return (prompt, known, reply) if is_pair else (prompt + reply, known, "")
+            return reply, row_metadata, ""
+        row_metadata[PROMPT_KEY] = prompt
+        return (prompt, row_metadata, reply) if is_pair else (prompt + reply, row_metadata, "")
     prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     before = [] if prompt_messages is None else _messages(prompt_messages, where)
     messages = _messages(reply, where)

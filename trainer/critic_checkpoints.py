@@ -85,9 +85,9 @@ class CriticCheckpoints:
         digest = None
         with contextlib.suppress(DamagedEntry), self.progress.working(f"reading step {entry.step}"):
             digest = self.journal.load(entry)[1]
-        known = next((Result(**data) for data in remembered if data["entry"] == entry.name), None)
-        if known is not None and known.digest == digest:
-            return known
+        result = next((Result(**data) for data in remembered if data["entry"] == entry.name), None)
+        if result is not None and result.digest == digest:
+            return result
         return Result(
             entry=entry.name,
             weights_version=self.store.current() or 0,

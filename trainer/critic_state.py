@@ -70,15 +70,15 @@ class CriticState:
         self._progress.step = entry.step
         set_log_position(step=entry.step)
         self.traceparent = self._journal.traceparent(entry) if is_tracing() else None
-        known = self._journal.result(entry)
+        recorded = self._journal.result(entry)
         try:
-            if known is None or known.loss_mean is not None:
+            if recorded is None or recorded.loss_mean is not None:
                 with self._progress.working(f"reading step {entry.step}"):
                     payload, digest = self._journal.load(entry)
                 with span("train", parent=self.traceparent, step=entry.step):
-                    report, error = self._train_payload(payload, "training", known)
+                    report, error = self._train_payload(payload, "training", recorded)
         except DamagedEntry as damage:
-            if known is not None:
+            if recorded is not None:
                 raise CheckpointError(
                     f"{damage}; step {entry.step} has already been trained and acknowledged, so the weights cannot be "
                     "reproduced without it; restore the file, or start a new run"
@@ -87,7 +87,7 @@ class CriticState:
             self._journal.forget_aside(keep=KEEP_SET_ASIDE)
             error = f"step {entry.step} was not trained; training continues with the next step: {damage}"
         self.step = entry.step  # also after a failed step: its caller gets the error and continues with the next step
-        return report, known or Result(
+        return report, recorded or Result(
             entry=entry.name,
             weights_version=-1,
             loss_mean=report.loss_mean if report else None,
@@ -151,8 +151,8 @@ class CriticState:
         except (CheckpointError, DamagedEntry) as error:  # the caller gets the error, and training continues
             return f"{step} cannot be reached: {error}"
         if self.step != step:
-            kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
-            return f"{step} cannot be reached: there are checkpoints of steps {kept}"
+            steps = ", ".join(map(str, self._checkpoints.steps())) or "none"
+            return f"{step} cannot be reached: there are checkpoints of steps {steps}"
         return None
 
     def _load_newest(self, at_most: int | None) -> CheckpointState | None:
@@ -163,15 +163,15 @@ class CriticState:
                 to recompute it is missing from the journal.
         """
         damaged: list[tuple[int, DamagedCheckpoint]] = []
-        found = None
+        newest = None
         for step in reversed([step for step in self._checkpoints.steps() if at_most is None or step <= at_most]):
             try:
                 self._check_origin(self._checkpoints.state(step))
-                found = self._checkpoints.load(step, self.update)
+                newest = self._checkpoints.load(step, self.update)
                 break
             except DamagedCheckpoint as error:
                 damaged.append((step, error))
-        start = found.step if found else 0
+        start = newest.step if newest else 0
         for step, damage in damaged:
             missing = self._first_missing(start, step)
             if missing is not None:
@@ -184,7 +184,7 @@ class CriticState:
             logger.warning(
                 "%s; training is repeated from step %d; the damaged checkpoint was moved to %s", damage, start, aside
             )
-        return found
+        return newest
 
     def _check_origin(self, state: CheckpointState) -> None:
         if state.run_id != self._journal.run_id:

@@ -27,11 +27,11 @@ class PendingEntries:
         Raises CheckpointError if the journal's next step is not `trained + 1`.
         """
         changed = self.journal.changed_at()
-        (seen, since) = self._none_pending
-        if changed == seen and time.monotonic() - since > SETTLED_S:  # idle: do not list the journal at every call
+        idle_at, since = self._none_pending
+        if changed == idle_at and time.monotonic() - since > SETTLED_S:  # idle: do not list the journal at every call
             return None
         entry = self._first_pending(trained)
-        if entry is not None or changed != seen:
+        if entry is not None or changed != idle_at:
             self._none_pending = (None if entry else changed, time.monotonic())
         return entry
 

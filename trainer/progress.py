@@ -40,9 +40,9 @@ class SidecarProgress:
 
         def live() -> Values:
             pending = sum(not journal.is_answered(entry) for entry in journal.entries())
-            found = {"journal_pending_entries": pending, "journal_last_step": journal.last_step()}
+            values = {"journal_pending_entries": pending, "journal_last_step": journal.last_step()}
             version = store.current()
-            return found if version is None else {**found, "weights_version": version}
+            return values if version is None else {**values, "weights_version": version}
 
         self._exporter = Exporter("rlhf_trainer_", TRAINER, config.run.dir, live=live)
         self._exporter.serve(config.monitoring.host, config.monitoring.trainer_port)

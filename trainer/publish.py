@@ -46,7 +46,7 @@ class VersionRejected(WeightsError):
 
 @dataclass(frozen=True, kw_only=True)
 class Reload:
-    """How a version was put into service, with timings."""
+    """The result of publishing a version, with timings."""
 
     version: int
     reload: str  # "swap" or "triton"

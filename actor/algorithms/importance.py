@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlhf_triton.actor.algorithms.inputs import MOST_LOG_RATIO
-from rlhf_triton.config.algorithms import GATES
+from rlhf_triton.config.algorithms import DIVERGENCES
 from rlhf_triton.rewards.function import import_function
 
 PROBABILITY_RANGE = (1e-6, 1 - 1e-6)  # as in FlashREINFORCE's reference; at 0 or 1 the KL would be infinite
@@ -61,7 +61,7 @@ def importance_factors(
         sampled_logprobs: `[B, S-1]`, log-prob of token t+1 when it was sampled.
         mask: `[B, S-1]`, 1 where position t scores a response token.
         level: `token`, `sequence` or `geometric`, see `aggregate_log_ratio`; of a gate, one of the first two.
-        mode: `clip`, `mask`, or one of `GATES`.
+        mode: `clip`, `mask`, or one of `DIVERGENCES`.
         low, high: range of the ratio; of a gate, `high` is the bound of the divergence.
 
     Returns: `[B, S-1]`.
@@ -70,8 +70,8 @@ def importance_factors(
         OpenRLHF's `is_correction_gating`.
     """
     log_ratio = logprobs - sampled_logprobs
-    if mode in GATES:
-        divergence = import_function(GATES[mode].function)(logprobs, sampled_logprobs)
+    if mode in DIVERGENCES:
+        divergence = import_function(DIVERGENCES[mode].function)(logprobs, sampled_logprobs)
         bounded = aggregate_log_ratio(divergence, mask, "token" if level == "token" else "geometric") <= high
         ratio = aggregate_log_ratio(log_ratio, mask, "token").exp()
         return torch.where(mask > 0, torch.where(bounded, ratio, 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""What advantage functions and policy losses receive, built-in ones and a user's own.
+"""The inputs of advantage functions and policy losses, both built-in ones and a user's own.
 
 `B`: number of responses. `S`: tokens of the longest prompt + response. Position t of a tensor `[B, S-1]` belongs to
 token t+1. An advantage function sees a conversation with an environment as one response: the positions of its rows

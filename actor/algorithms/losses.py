@@ -85,8 +85,8 @@ def dppo(inputs: LossInputs) -> LossAndMetrics:
     Source: arXiv 2602.04879, section 5: the binary mask and its truncation.
     """
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
-    kept = torch.where(inputs.advantages > 0, moved <= inputs.clip.high, moved >= -inputs.clip.low)
-    return _weighted(inputs, inputs.log_ratio.detach().exp().clamp(max=MOST_DPPO_RATIO) * kept)
+    included = torch.where(inputs.advantages > 0, moved <= inputs.clip.high, moved >= -inputs.clip.low)
+    return _weighted(inputs, inputs.log_ratio.detach().exp().clamp(max=MOST_DPPO_RATIO) * included)
 
 
 def flash_reinforce(inputs: LossInputs) -> LossAndMetrics:

@@ -11,9 +11,10 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from rlhf_triton.actor.capture.http import Body, HttpError
 from rlhf_triton.actor.capture.sessions import Sampling
-from rlhf_triton.actor.data.chat import HERMES, Message, tool_calls
+from rlhf_triton.actor.data.chat import HERMES, ChatMessage, tool_calls
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.checkpoints.tokenization import reply_text
+from rlhf_triton.config.fields import Fraction
 
 Json = dict[str, Any]
 
@@ -23,7 +24,7 @@ class AgentRequest:
     """An agent's request, in the form that the chat template and the sampler need."""
 
     model: str
-    messages: list[Message]
+    messages: list[ChatMessage]
     tools: list[Json]
     sampling: Sampling
     calls_tools: bool  # whether tool calls in the reply are parsed
@@ -43,7 +44,7 @@ class PolicyReply:
     sampled: PolicyTurn
 
     @property
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The reply as a message of the conversation."""
         calls = {"tool_calls": self.calls} if self.calls else {}
         return {"role": "assistant", "content": self.text, **calls}
@@ -95,7 +96,6 @@ def reply_to(
 MAX_ID = 200  # characters of a name or id
 Id = Annotated[str, Field(max_length=MAX_ID)]
 Nothing = Annotated[float, Field(ge=0, le=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 NumTokens = Annotated[int, Field(ge=1, le=1_000_000_000)]
 MAX_STOPS = 64  # each is searched for in the reply; OpenAI's API allows 4
 Texts = Annotated[
@@ -129,7 +129,7 @@ def _joined(content: list[Text]) -> str:
     return "".join(part.text for part in content)
 
 
-def _check_last_message(messages: list[Message]) -> list[Message]:
+def _check_last_message(messages: list[ChatMessage]) -> list[ChatMessage]:
     if not messages or messages[-1]["role"] == "assistant":
         raise HttpError(400, "messages: must end with a message that the policy answers", "messages")
     return messages
@@ -193,7 +193,7 @@ class OpenAIMessage(Body):
     tool_call_id: Id = ""
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default=[])
 
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """Return the message as the chat template expects it."""
         role = "system" if self.role == "developer" else self.role
         optional = {
@@ -319,7 +319,7 @@ class AnthropicMessage(Body):
     role: Literal["user", "assistant"]
     content: Annotated[FailFastList[Block], BeforeValidator(_parts)]
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ChatMessage]:
         """Return the messages that the chat template expects: one for each tool result, then the message itself."""
         texts = [block.text for block in self.content if isinstance(block, Text)]
         results = [block for block in self.content if isinstance(block, ToolResult)]

@@ -78,12 +78,12 @@ async def read_json(request: Request) -> Any:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; if the client disconnects, cancel `work` and raise HttpError."""
 
-    async def disconnected() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     task = asyncio.ensure_future(work)
-    tasks = [task, asyncio.ensure_future(disconnected())]
+    tasks = [task, asyncio.ensure_future(wait_for_disconnect())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rlhf_triton.actor.capture.http import HttpError
-from rlhf_triton.actor.data.chat import Chat, Message, TemplateError
+from rlhf_triton.actor.data.chat import Chat, ChatMessage, TemplateError
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.checkpoints.tokenization import encode_bare_text
 from rlhf_triton.wire.chats import TOOLS
@@ -52,12 +52,12 @@ class PolicyCall:
     """One call of the policy: the messages that it added after the reply to `parent`, and the policy's reply."""
 
     parent: PolicyCall | None
-    messages: Sequence[Message]  # messages added after the parent's reply
+    messages: Sequence[ChatMessage]  # messages added after the parent's reply
     before: list[int]  # token ids between the parent's reply and this one; without a parent, the whole prompt
     digest: str  # digest of the tools and all messages before the reply
     options: dict[str, Any]  # arguments of the chat template
     sampled: PolicyTurn = field(default_factory=lambda: PolicyTurn([], ended=False))
-    reply: Message = field(default_factory=dict)
+    reply: ChatMessage = field(default_factory=dict)
     reward: float = 0.0
     number: int = 0  # counts the calls of the session in time
 
@@ -135,7 +135,7 @@ class Session:
         self._begun: dict[PolicyCall, int] = {}  # calls in flight, and how many tokens they add to the rows at least
         self._leaves: dict[PolicyCall, None] = {}  # calls that no later call extends, in order
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
+    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
         """Return a call that continues the longest recorded prefix of `messages`, and its reply's token limit.
 
         Raises HttpError if the session has reached a limit, TemplateError if the messages cannot be rendered.
@@ -184,7 +184,7 @@ class Session:
         with self._counting:
             self._begun.pop(call, None)
 
-    def record(self, call: PolicyCall, sampled: PolicyTurn, reply: Message) -> None:
+    def record(self, call: PolicyCall, sampled: PolicyTurn, reply: ChatMessage) -> None:
         """Record a call with its reply. Raises HttpError if the session has ended meanwhile."""
         if self.is_over:
             raise _session_ended(self.name)
@@ -332,7 +332,7 @@ class Sessions:
             del self._ended[name]
 
 
-def _identity(message: Message) -> list[Any]:
+def _identity(message: ChatMessage) -> list[Any]:
     """Return the parts by which messages are compared: all but call ids and whitespace around a reply."""
     is_reply = message["role"] == "assistant"
     calls = [call["function"] for call in message.get("tool_calls", ())]

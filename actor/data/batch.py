@@ -34,6 +34,6 @@ class PPOBatch:
 
     def first(self, rows: int, width: int) -> PPOBatch:
         """Return the first `rows` rows, cut to their first `width` tokens."""
-        kept = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
-        wide = {name: tensor for name, tensor in kept.items() if tensor.ndim == 2}
-        return replace(self, **kept | {name: wide[name][:, : width - (name != "tokens")] for name in wide})
+        tensors = {name: tensor[:rows] for name, tensor in vars(self).items() if tensor is not None}
+        wide = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 2}
+        return replace(self, **tensors | {name: wide[name][:, : width - (name != "tokens")] for name in wide})

@@ -12,9 +12,9 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.wire.chats import TOOLS, render_chat
 from rlhf_triton.wire.messages import BadMessages, warn_once
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
-PROBE_MESSAGE: Message = {"role": "user", "content": PROBE}
+PROBE_MESSAGE: ChatMessage = {"role": "user", "content": PROBE}
 THOUGHT_BEGIN = "<think>\n"
 THOUGHT_END = "</think>"
 THOUGHT = f"{THOUGHT_BEGIN}Hm.\n{THOUGHT_END}\n\n"  # templates remove thoughts from earlier replies
@@ -55,7 +55,7 @@ class Chat:
             return options
         return options
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[ChatMessage]) -> str:
         """Return the text up to the start of the policy's first reply. Raises TemplateError."""
         try:
             return self._render(messages, self.options)
@@ -66,10 +66,10 @@ class Chat:
                 f"the policy's chat template cannot render a conversation: {reason_of(error)}"
             ) from error
 
-    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> str:
         return render_chat(self.tokenizer, messages, options, owner="policy", generation_prompt=True)
 
-    def after_reply(self, messages: Sequence[Message], last_token: int, text: str = "") -> list[int]:
+    def after_reply(self, messages: Sequence[ChatMessage], last_token: int, text: str = "") -> list[int]:
         """Return the token ids between a reply and the policy's next reply.
 
         They hold the end of the reply, unless it was sampled, and the messages that answer it.
@@ -112,7 +112,7 @@ class Chat:
         if self.has_template:
             self._after_probe([{"role": "tool", "name": "t", "content": PROBE} if self.tools else PROBE_MESSAGE], PROBE)
 
-    def _after_probe(self, answers: Sequence[Message], reply: str) -> str:
+    def _after_probe(self, answers: Sequence[ChatMessage], reply: str) -> str:
         """Return the rendered text between `reply` and the next reply: the end of the reply, and `answers`."""
         opening = self.prompt([PROBE_MESSAGE])
         if opening.endswith(THOUGHT_BEGIN):  # the template opens a thought, so every reply continues one

@@ -181,7 +181,7 @@ class PromptReader:
 
     @property
     def long_prompt_action(self) -> str:
-        """What happens to long prompts, for the log."""
+        """The rule for long prompts, for the log."""
         return "skipped" if self.too_long == "skip" else "truncated to their last tokens"
 
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlhf_triton.actor.data.chat import Message
+from rlhf_triton.actor.data.chat import ChatMessage
 
-Version = int | str | None  # version of the policy's weights
+RecordedVersion = int | str | None  # version of the policy's weights
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class PolicyTurn:
     tokens: list[int]  # n, including the end-of-sequence token or stop string that ended the turn
     ended: bool  # ended by an end-of-sequence token or a stop string, not by a limit
     logprobs: list[float] | None = None  # n, nats, at the sampling temperature, before top-k and top-p
-    versions: list[Version] | None = None  # n, version of the weights that sampled each token
+    versions: list[RecordedVersion] | None = None  # n, version of the weights that sampled each token
     error: str = ""  # why it could not be sampled; it then has no tokens
 
 
@@ -39,9 +39,9 @@ class RecordedRow:
     tokens: list[int] = field(default_factory=list)  # n
     observed: list[bool] = field(default_factory=list)  # n; the policy trains on tokens with False
     logprobs: list[float] = field(default_factory=list)  # n, NaN where unknown; 0 where observed
-    versions: list[Version] = field(default_factory=list)  # n; None where observed
+    versions: list[RecordedVersion] = field(default_factory=list)  # n; None where observed
     turns: list[SampledTurn] = field(default_factory=list)  # the turns that the policy trains on
-    messages: list[Message] = field(default_factory=list)
+    messages: list[ChatMessage] = field(default_factory=list)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append tokens that the policy observes and does not train on."""

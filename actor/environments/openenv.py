@@ -15,7 +15,7 @@ from rlhf_triton.environment import EnvironmentLost
 from rlhf_triton.errors import FunctionError, reason_of
 
 MAX_MESSAGE_BYTES = 100 << 20  # as OpenEnv's own client
-FULL = "CAPACITY_REACHED"  # code of the error that a server sends to a session beyond its limit
+AT_CAPACITY = "CAPACITY_REACHED"  # code of the error that a server sends to a session beyond its limit
 
 
 class OpenEnv:
@@ -54,7 +54,7 @@ class OpenEnv:
                 self._received = asyncio.Queue()
                 self._receiving = asyncio.create_task(self._receive())
                 reply = await self._exchange("reset", data)
-                if is_late or reply["data"].get("code") != FULL:
+                if is_late or reply["data"].get("code") != AT_CAPACITY:
                     break
             except (OSError, aiohttp.ClientError) as error:  # also a proxy's 502 while the server restarts
                 if isinstance(error, aiohttp.WSServerHandshakeError) and error.status < 500:  # such as a wrong path

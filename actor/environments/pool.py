@@ -30,7 +30,7 @@ class EnvironmentFailed(RlhfError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an environment returns for one action."""
+    """An environment's reply to an action."""
 
     observation: str
     reward: float | None

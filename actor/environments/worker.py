@@ -27,7 +27,7 @@ from rlhf_triton.rewards.function import (
     group_scores,
     import_function,
 )
-from rlhf_triton.workers.child import Message, Parent, frame, read_frame
+from rlhf_triton.workers.child import Parent, WorkerMessage, frame, read_frame
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that are not tools
 MAX_CHARACTERS = 20_000  # limit of an observation or a tool's result
@@ -37,18 +37,18 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 class HostedEnvironment:
     """One instance of the user's class, and its thread. Operations raise BadScore; only one may run at a time."""
 
-    def __init__(self, parent: Parent, made: UserFunction, score: UserFunction | None) -> None:
+    def __init__(self, parent: Parent, environment_class: UserFunction, score: UserFunction | None) -> None:
         self.lock = asyncio.Lock()
         self._parent = parent
         self._settings = parent.settings
-        self._made = made
+        self._class = environment_class
         self._score = score
         self._thread = ThreadPoolExecutor(1)
         self._target: Any = None
         self._tools: dict[str, UserFunction] | None = None
         self.row: dict[str, Any] = {}
 
-    async def describe(self) -> Message:
+    async def describe(self) -> WorkerMessage:
         """Return {"tools": JSON schemas}, None for a class with `step`; close the instance."""
         await self._call(self._construct)
         schemas = None
@@ -59,14 +59,14 @@ class HostedEnvironment:
         await self.close()
         return {"tools": schemas}
 
-    async def reset(self, row: dict[str, Any]) -> Message:
+    async def reset(self, row: dict[str, Any]) -> WorkerMessage:
         """Create the instance and return its first observation, which may be None."""
         self.row = row
         await self._call(self._construct)
         observation = await self._call(self._reset)
         return {"observation": None if observation is None else self._text(observation, "the observation")}
 
-    async def step(self, action: str) -> Message:
+    async def step(self, action: str) -> WorkerMessage:
         """Return observation, reward and whether the episode has ended."""
         result = await self._call(self._target.step, action)
         if not isinstance(result, tuple) or len(result) not in (3, 5):
@@ -77,7 +77,7 @@ class HostedEnvironment:
         text = self._text(observation, "the observation")
         return {"observation": text, "reward": _reward(reward), "done": any(map(bool, ends))}
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> Message:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> WorkerMessage:
         """Return a tool's result as text for the model; an error in the call is also returned as text."""
         tools = self._tools or {}
         try:
@@ -94,7 +94,7 @@ class HostedEnvironment:
             text = f"error: {describe(cause.with_traceback(None))}"
             return {"text": text.encode(errors="backslashreplace").decode()}
 
-    async def reward(self) -> Message:
+    async def reward(self) -> WorkerMessage:
         """Return the sum of `get_reward` and the reward function; None if neither exists or both return None."""
         rewards = []
         if callable(getattr(self._target, "get_reward", None)):
@@ -106,7 +106,7 @@ class HostedEnvironment:
         present = [reward for reward in rewards if reward is not None]
         return {"reward": sum(present) if present else None}
 
-    async def close(self) -> Message:
+    async def close(self) -> WorkerMessage:
         """Call the instance's `close`, if it has one, and end its thread."""
         try:
             if callable(close := getattr(self._target, "close", None)):
@@ -140,7 +140,7 @@ class HostedEnvironment:
     def _construct(self) -> None:
         """Create the instance, and find its tools as TRL does; a class whose `step` has a parameter has no tools."""
         settings = self._settings
-        self._target = configured(self._parent.spec, self._made, dict(settings["options"]), settings["timeout_s"])
+        self._target = configured(self._parent.spec, self._class, dict(settings["options"]), settings["timeout_s"])
         if not callable(getattr(self._target, "reset", None)):
             raise BadScore("the class has no method reset, which starts an episode")
         step = getattr(self._target, "step", None)
@@ -184,10 +184,10 @@ def _reward(value: Any) -> float | None:
         raise BadScore(f"the reward is {value!r:.80}; return a finite number or None") from error
 
 
-def _is_defect(error: BaseException, given: str) -> bool:
-    """Return whether user code would fail for every policy, not only for the row and the action in `given`."""
+def _is_defect(error: BaseException, inputs: str) -> bool:
+    """Return whether user code would fail for every policy, not only for the row and the action in `inputs`."""
     if isinstance(error, KeyError):  # such as a missing column; a command of the policy is in its action
-        return str(next(iter(error.args), "")) not in given
+        return str(next(iter(error.args), "")) not in inputs
     if isinstance(error, AttributeError):  # `re.match` gives None for an action that does not match
         return error.obj is not None
     return isinstance(error, (BadScore, NameError, ImportError))
@@ -199,7 +199,7 @@ async def serve(parent: Parent, host: Callable[[], HostedEnvironment]) -> None:
     instances = collections.defaultdict[int, HostedEnvironment](host)
     tasks = set()
 
-    async def answer(message: Message) -> None:
+    async def answer(message: WorkerMessage) -> None:
         hosted = instances[message["instance"]]
         try:
             async with hosted.lock:
@@ -228,13 +228,13 @@ def main(argv: list[str]) -> int:
     settings = parent.settings
     threading.stack_size(2 << 20)  # 8 MiB by default, which count towards the worker's memory limit
     try:
-        made = import_function(parent.spec)
+        environment_class = import_function(parent.spec)
         score = settings["reward"] and import_function(settings["reward"])
     except FunctionError as error:
         parent.reply(settings, {"refused": str(error)})
         return 1
     parent.reply(settings, {"ready": True})
-    asyncio.run(serve(parent, lambda: HostedEnvironment(parent, made, score)))
+    asyncio.run(serve(parent, lambda: HostedEnvironment(parent, environment_class, score)))
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.data.chat import Chat, HistoryChanged, Message, TemplateError
+from rlhf_triton.actor.data.chat import Chat, ChatMessage, HistoryChanged, TemplateError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
@@ -60,7 +60,7 @@ class _ConversationState:
     prompt: Prompt  # prompt of the current row
     row: RecordedRow = field(default_factory=RecordedRow)  # current row
     earlier_rows: list[tuple[Prompt, RecordedRow]] = field(default_factory=list)  # finished rows
-    messages: list[Message] = field(default_factory=list)  # messages after the first row's prompt
+    messages: list[ChatMessage] = field(default_factory=list)  # messages after the first row's prompt
     num_prompt_messages: int = 0  # how many of `messages` the current row's prompt contains
     truncated: str = ""
     error: str = ""
@@ -228,7 +228,7 @@ class ConversationRunner:
             else:
                 state.row.observe(following)
 
-    async def _answer(self, state: _ConversationState, instance: Instance, text: str) -> list[Message] | None:
+    async def _answer(self, state: _ConversationState, instance: Instance, text: str) -> list[ChatMessage] | None:
         """Return the environment's answers to a turn; None if it is done, or if the policy calls no tool."""
         if self._chat.tools is None:
             step = await instance.step(text)
@@ -258,7 +258,7 @@ class ConversationRunner:
             )
         return first_prompt
 
-    def _chat_prompt(self, prompt: Prompt, messages: list[Message]) -> Prompt:
+    def _chat_prompt(self, prompt: Prompt, messages: list[ChatMessage]) -> Prompt:
         """Return the prompt with these messages. Raises TemplateError."""
         text = self._chat.prompt(messages)
         tokens = np.array(encode_bare_text(self._tokenizer, text), np.int64)
@@ -266,7 +266,7 @@ class ConversationRunner:
         return replace(prompt, text=text, tokens=tokens, metadata=metadata)
 
     def _next_tokens(
-        self, state: _ConversationState, turn: PolicyTurn, answers: Sequence[Message]
+        self, state: _ConversationState, turn: PolicyTurn, answers: Sequence[ChatMessage]
     ) -> list[int] | Prompt:
         """Return the tokens between a turn and the next one, or a new row's prompt.
 
@@ -364,8 +364,8 @@ class ConversationSource:
 
     def _without(self, number: int, ready: Sequence[NewRow]) -> list[NewRow]:
         """Return the rows of other conversations; cancel the calls that an agent has left open."""
-        left = [row.id for row in ready if row.id.conversation == number]
-        self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in left])
+        abandoned = [row.id for row in ready if row.id.conversation == number]
+        self._loop.call_soon_threadsafe(lambda: [self._turns.pop(row).cancel() for row in abandoned])
         return [row for row in ready if row.id.conversation != number]
 
     def wake(self) -> None:

@@ -253,10 +253,10 @@ class LocalGeneration(Generation):
         row_source = PromptSource(max_new_tokens=settings.max_new_tokens)
         prompts = {i: Prompt("", "", start) for i, start in enumerate(starts)}
 
-        def finished(index: int, rows: Conversation) -> None:
+        def on_finished(index: int, rows: Conversation) -> None:
             responses[index] = rows[0].tokens[len(starts[index]) :].tolist()
 
-        row_source.add(SamplingJob(prompts, finished, seed=0, greedy=True))
+        row_source.add(SamplingJob(prompts, on_finished, seed=0, greedy=True))
         decoder.run(row_source)
         distances = []
         for index, start in enumerate(starts):

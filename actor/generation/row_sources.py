@@ -1,4 +1,4 @@
-"""Where the rows that an engine decodes come from: jobs of prompts, with one response or a conversation for each."""
+"""Sources of the rows that an engine decodes: jobs of prompts, with one response or a conversation for each."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

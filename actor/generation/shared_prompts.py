@@ -42,9 +42,9 @@ def shared_passes(tokens: Tensor, lengths: Tensor, inside: Tensor) -> tuple[Tens
     columns = torch.arange(before + after)
     # Prompts are padded on the left, so that they end in one column and responses begin in the next: without padding
     # inside a row, sliding windows cover the same tokens as in a plain forward pass.
-    left = tokens.gather(1, (columns[None, :before] - before + starts[:, None]).clamp(min=0))
+    left_padded = tokens.gather(1, (columns[None, :before] - before + starts[:, None]).clamp(min=0))
     attention = columns[None] >= before - starts[:, None]
-    prompts_of_cache = left[distinct], attention[distinct, :before].long()
+    prompts_of_cache = left_padded[distinct], attention[distinct, :before].long()
     places = (starts[:, None] + columns[None, :after]).clamp(max=inside.shape[1] - 1)
     is_response = starts[:, None] + columns[None, :after] < (lengths - 1)[:, None]
     attention = torch.cat([attention[:, :before], is_response], dim=1).long()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from rlhf_triton.actor.data.recorded import PolicyTurn, Version
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedVersion
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.generation.row_sources import IsPaused, RowId, RowSource
 from rlhf_triton.actor.generation.shared_prompts import find_distinct
@@ -59,7 +59,7 @@ class DecodedRow:
     order: int = 0  # number of the row's job
     first_column: int = 0  # cache column of the row's first token
     logprobs: list[float] = field(default_factory=list)  # log-probs of the turn's tokens
-    versions: list[Version] = field(default_factory=list)  # versions of the weights that sampled the turn's tokens
+    versions: list[RecordedVersion] = field(default_factory=list)  # of the weights that sampled each token of the turn
 
     @property
     def num_sampled(self) -> int:

@@ -198,8 +198,8 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
             f"{policy.settings.model}, which has different weights, config.json or tokenizer: it would not be the "
             f"same policy, nor the same reference of the KL; set actor.policy.model back, {WAY_OUT}"
         )
-    known = state.get("reference_fingerprint")
-    if reference is not None and known is not None and not is_same_model(known, reference):
+    saved = state.get("reference_fingerprint")
+    if reference is not None and saved is not None and not is_same_model(saved, reference):
         raise CheckpointError(
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
             f"has different weights, config.json or tokenizer now; set it back, {WAY_OUT}"

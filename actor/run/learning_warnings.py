@@ -128,7 +128,7 @@ class ConstantTerms:
         self._steps = steps
         self._num_steps_seen = 0
         self._rows = 0
-        self._seen: dict[str, set[float]] = {}
+        self._values: dict[str, set[float]] = {}
 
     def add(self, conversations: Sequence[Conversation]) -> None:
         """Record the rewards of a step; after the last of the first steps, warn of each term with a single value."""
@@ -139,7 +139,7 @@ class ConstantTerms:
         self._rows = self._rows + len(scores)
         for score in scores:
             for name, value in (score.components or {"": score.reward}).items():
-                self._seen.setdefault(name, set()).update([value] if math.isfinite(value) else [])
+                self._values.setdefault(name, set()).update([value] if math.isfinite(value) else [])
         if self._num_steps_seen < self._steps or self._rows < 2:
             return
         prompts = [conversation[0].prompt for conversation in conversations]
@@ -149,12 +149,12 @@ class ConstantTerms:
             if tags
             else "compare what it looks for with the responses in rollouts.jsonl (actor.logged_texts)"
         )
-        for name, seen in self._seen.items():
-            if len(seen) == 1:
+        for name, values in self._values.items():
+            if len(values) == 1:
                 logger.warning(
                     "%s is %g for all %d responses of the first %d steps, so nothing is learned from it: %s",
                     f"the reward {name!r}" if name else "the reward",
-                    *seen,
+                    *values,
                     self._rows,
                     self._num_steps_seen,
                     hint,

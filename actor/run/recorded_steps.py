@@ -28,8 +28,8 @@ def samples_of(run_dir: Path) -> Path:
 
 def describe_samples(folder: Path, step: int, *, ahead: int) -> str:
     """Return how many groups are kept, and of which steps, for a run after `step`; `ahead`: as in `find_sampled`."""
-    steps = [kept for kept in numbers_in(folder) if 0 < kept <= step]
-    headers = [record.header for kept in steps[:1] + steps[-1:] for _, record in read_records(folder, kept)]
+    steps = [number for number in numbers_in(folder) if 0 < number <= step]
+    headers = [record.header for number in steps[:1] + steps[-1:] for _, record in read_records(folder, number)]
     numbers = [header["number"] for header in headers if header["kind"] == GROUP]
     text = "none are kept"
     if numbers:
@@ -63,20 +63,20 @@ class RecordedSteps:
 
 def find_steps(folder: Path, first: int, last: int) -> RecordedSteps:
     """Find the steps from `first` to `last` whose records are complete; skip damaged records and foreign files."""
-    found = RecordedSteps()
+    recorded = RecordedSteps()
     for step in numbers_in(folder):
         if not first <= step <= last:
             continue
         numbers = list[int]()
-        for place, record in read_records(folder, step, found.damage.append):
+        for place, record in read_records(folder, step, recorded.damage.append):
             if record.header["kind"] == STEP:
-                found.steps[step] = place
+                recorded.steps[step] = place
                 numbers = record.header["groups"]
             elif record.header["kind"] == GROUP:
-                found.groups[step, record.header["number"]] = place
-        if any((step, number) not in found.groups for number in numbers):
-            del found.steps[step]
-    return found
+                recorded.groups[step, record.header["number"]] = place
+        if any((step, number) not in recorded.groups for number in numbers):
+            del recorded.steps[step]
+    return recorded
 
 
 def find_sampled(
@@ -90,12 +90,12 @@ def find_sampled(
         sampling: digest of what decides how responses are sampled; None: any.
     """
     groups = dict[int, tuple[int, StoredRecord]]()
-    for kept in numbers_in(folder):
-        for _, record in read_records(folder, kept) if kept >= step - ahead else ():
+    for number in numbers_in(folder):
+        for _, record in read_records(folder, number) if number >= step - ahead else ():
             header = record.header
             is_needed = (
                 header["kind"] == SAMPLED and header["number"] >= first and sampling in (None, header["sampling"])
             )
             if is_needed and "versions" in record.arrays and int(record.arrays["versions"].max()) <= step:
-                groups[header["number"]] = (kept, record)
+                groups[header["number"]] = (number, record)
     return [*groups.values()]

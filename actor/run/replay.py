@@ -68,8 +68,8 @@ class Replay:
             raise RlhfError(f"{self._folder} has no samples, so no step of this run can be replayed")
         self.start = max((saved for saved in saved_steps(self._checkpoints) if saved < first), default=0)
         self._steps = range(self.start + 1, last + 1)
-        self._found = find_steps(self._folder, self.start + 1, last)
-        missing = [step for step in self._steps if step not in self._found.steps]
+        self._recorded = find_steps(self._folder, self.start + 1, last)
+        missing = [step for step in self._steps if step not in self._recorded.steps]
         if missing:
             newest = started_with(run_dir)
             num_kept = "" if newest is None else f" ({newest.actor.keep_checkpoints})"
@@ -81,14 +81,14 @@ class Replay:
 
     def _damage_to(self, step: int) -> RlhfError | None:
         """Return the damage to a record of `step`, or to one of unknown content; None if there is none."""
-        found = None
-        for error in self._found.damage:
+        damage = None
+        for error in self._recorded.damage:
             where = describe_damage(error.payload) if isinstance(error, DamagedRecord) else ""
             if isinstance(error, DamagedRecord) and re.match(rf"step {step}\b", where):
                 return DamagedRecord(error.path, error.position, where)
             if not where:
-                found = found or error
-        return found
+                damage = damage or error
+        return damage
 
     def _choice(self) -> str:
         """Return which steps can be replayed: those after a checkpoint, or after the start, without a gap."""
@@ -104,11 +104,11 @@ class Replay:
 
     def run(self) -> Iterator[ReplayedStep]:
         """Replay step by step; end after the first one that differs."""
-        settings = self._found.step(self._steps[0]).header["settings"]
+        settings = self._recorded.step(self._steps[0]).header["settings"]
         checkpoint = self._checkpoints / str(self.start) if self.start else None
         self._load(_valid(settings), checkpoint)
         for step in self._steps:
-            recorded = self._found.step(step)
+            recorded = self._recorded.step(step)
             if recorded.header["settings"] != settings:  # the run has resumed with others
                 settings = recorded.header["settings"]
                 with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +128,7 @@ class Replay:
 
     @property
     def origin(self) -> str:
-        """Where the replay starts, for a line of the report."""
+        """The start of the replay, for a line of the report."""
         return f"from the checkpoint of step {self.start}" if self.start else "from the start of the run"
 
     def save(self, config: RunConfig) -> None:
@@ -162,7 +162,7 @@ class Replay:
         self._policy_update = PolicyUpdate(actor, policy, method)
         shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         kl = KLControl(actor.kl.coef, target=actor.kl.target)
-        inputs: Any = SimpleNamespace(state=lambda step: self._found.step(step).header["inputs"])
+        inputs: Any = SimpleNamespace(state=lambda step: self._recorded.step(step).header["inputs"])
         self._state = RunState(policy, shaper, kl, inputs)
         self._training = StepTraining(config, method, self._state, self._policy_update)
         if checkpoint is not None:
@@ -176,20 +176,20 @@ class Replay:
         state = self._state
         step = header["step"]
         before = state.numbers()
-        groups = [group_of(self._found.group(step, number)) for number in header["groups"]]
+        groups = [group_of(self._recorded.group(step, number)) for number in header["groups"]]
         num_kept = len(groups) - header["num_dropped"]
-        kept = groups[:num_kept]
-        batch = self._training.make_batch(kept, groups[num_kept:])
+        used = groups[:num_kept]
+        batch = self._training.make_batch(used, groups[num_kept:])
         payload = None if header["payload"] is None else critic_payload(batch)
-        batch = policy_batch(batch, kept)
+        batch = policy_batch(batch, used)
         update: dict[str, float] = {}
         if self._training.trains_policy(step):
-            metrics = rollout_metrics(kept, batch, kl_coef=state.kl.coef)
+            metrics = rollout_metrics(used, batch, kl_coef=state.kl.coef)
             update = self._training.update(batch, header["seed"])
-            self._training.adapt_kl(metrics.get("train_rollouts/init_policy_kl_per_sequence"), kept)
+            self._training.adapt_kl(metrics.get("train_rollouts/init_policy_kl_per_sequence"), used)
         results = StepResults(batch, header["num_dropped"], payload, update, self._policy_update.old_logprobs)
         about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": state.numbers()}
-        return step_record(state.policy, step, results, **about), rows_of(conversations_of(kept)), payload
+        return step_record(state.policy, step, results, **about), rows_of(conversations_of(used)), payload
 
 
 def _valid(settings: Mapping[str, Any]) -> RunConfig:

@@ -47,17 +47,17 @@ class Rollouts:
         collector: Collector,
         critic: RemoteCritic,
         *,
-        sampled: Callable[[int, int, Group], None],
+        record_sampled: Callable[[int, int, Group], None],
         publish_every: int,
         truncated: str,
     ) -> None:
         """
         Args:
-            sampled: records a group ahead of its step, `SampleJournal.add_sampled`.
+            record_sampled: records a group ahead of its step, `SampleJournal.add_sampled`.
             truncated: `environment.truncated`; ignored without environments.
         """
-        self._record_sampled = sampled
-        self.kept: dict[int, tuple[int, Group]] = {}
+        self._record_sampled = record_sampled
+        self.resumed_groups: dict[int, tuple[int, Group]] = {}
         """Groups that an earlier process has sampled, from `SampleJournal.sampled`."""
         self._settings = settings
         self.inputs = inputs
@@ -69,7 +69,7 @@ class Rollouts:
         self._is_interruptible = settings.ranks == 1
         self._most_ahead = min(settings.max_off_policy_steps, settings.steps)
         self._in_flight = deque[tuple[GroupInFlight, Positions]]()  # with the positions after its prompt
-        self._taken = list[GroupInFlight]()
+        self._completing = list[GroupInFlight]()
         self._demands = dict[int, asyncio.Task[VersionRange | None]]()  # by the critic update that is waited for
 
     async def take(self, step: int) -> Rollout:
@@ -128,7 +128,7 @@ class Rollouts:
             number = after.prompts - 1
             seed, index = self._seed_of(number, i, step, repeat)
             taken_by = step + (len(self._in_flight) + i) // self._settings.prompts_per_step
-            group = self._kept_group(number, seed, prompt, taken_by=taken_by)
+            group = self._resumed_group(number, seed, prompt, taken_by=taken_by)
             if group is not None:
                 started[number] = self._collector.start_sampled(group.conversations)
             else:
@@ -152,10 +152,10 @@ class Rollouts:
         home, index = divmod(number, self._settings.prompts_per_step)
         return self.inputs.seed_of(home + 1), index
 
-    def _kept_group(self, number: int, seed: int, prompt: Prompt, *, taken_by: int) -> Group | None:
+    def _resumed_group(self, number: int, seed: int, prompt: Prompt, *, taken_by: int) -> Group | None:
         """Return the group that an earlier process has sampled, if it is not too old for the step that takes it."""
-        kept_seed, group = self.kept.pop(number, (None, Group(())))
-        if kept_seed != seed or group.conversations[0][0].prompt.prompt_id != prompt.prompt_id:
+        sampling_seed, group = self.resumed_groups.pop(number, (None, Group(())))
+        if sampling_seed != seed or group.conversations[0][0].prompt.prompt_id != prompt.prompt_id:
             return None
         age = policy_staleness(rows_of(group.conversations), taken_by)
         return group if age <= self._settings.max_off_policy_steps else None
@@ -176,9 +176,9 @@ class Rollouts:
         for position, (group, _) in enumerate(self._in_flight):
             self._demand(group, step + position // self._settings.prompts_per_step)
         pairs = [self._in_flight.popleft() for _ in range(count)]
-        self._taken = [group for group, _ in pairs]
+        self._completing = [group for group, _ in pairs]
         with_logprobs = not self._settings.is_one_update
-        groups = await self._collector.complete(self._taken, timers=timers, with_logprobs=with_logprobs)
+        groups = await self._collector.complete(self._completing, timers=timers, with_logprobs=with_logprobs)
         self.inputs.record(step, pairs[-1][1])
         return groups
 
@@ -195,7 +195,7 @@ class Rollouts:
             self._demands = {earlier: task for earlier, task in self._demands.items() if not task.done()}
             self._demands[needed] = asyncio.create_task(wait())
 
-        def served(task: asyncio.Task[VersionRange | None]) -> None:
+        def pass_on_versions(task: asyncio.Task[VersionRange | None]) -> None:
             if group.versions.done() or task.cancelled():
                 return
             if (error := task.exception()) is None:
@@ -203,7 +203,7 @@ class Rollouts:
             else:
                 set_error(group.versions, error)
 
-        self._demands[needed].add_done_callback(served)
+        self._demands[needed].add_done_callback(pass_on_versions)
 
     def _metrics(self, groups: Sequence[Group], dropped: Sequence[Group], step: int) -> dict[str, float]:
         algorithm = self._settings.algorithm
@@ -228,7 +228,7 @@ class Rollouts:
     async def cancel(self) -> None:
         """Drop all groups in flight."""
         await cancel_all(self._demands.values())
-        for group in [*self._taken, *(group for group, _ in self._in_flight)]:
+        for group in [*self._completing, *(group for group, _ in self._in_flight)]:
             await group.cancel()
         self._in_flight.clear()
         self._demands.clear()

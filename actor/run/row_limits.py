@@ -12,7 +12,7 @@ from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection
 
-REPLY = "This is a trial response."
+TRIAL_REPLY = "This is a trial response."
 
 
 def check_lengths(config: RunConfig) -> None:
@@ -49,7 +49,7 @@ def check_renderings(
     Args:
         tokenizer: the policy's tokenizer.
         prompts: some prompts of the run, from `PromptReader.fitted`.
-        size_of: returns the number of tokens in the reward model's rendering of a prompt and `REPLY`.
+        size_of: returns the number of tokens in the reward model's rendering of a prompt and `TRIAL_REPLY`.
 
     Raises:
         PromptError: no reply fits behind a prompt.
@@ -58,7 +58,7 @@ def check_renderings(
     limit = _limit(config.reward)
     longest, why = config.longest_row
     counts = _reward_refuses(config) and config.reward.template is None
-    in_policy = len(encode_bare_text(tokenizer, REPLY))
+    in_policy = len(encode_bare_text(tokenizer, TRIAL_REPLY))
     for prompt in prompts:
         size = size_of(prompt)
         if size > limit:

@@ -116,7 +116,7 @@ class SampleJournal:
         except RlhfError as error:
             logger.warning("%s; groups that were in flight are sampled again", error)
             return {}
-        self._saved = [record for kept, record in groups if kept > step]
+        self._saved = [record for number, record in groups if number > step]
         return {record.header["number"]: (record.header["seed"], group_of(record)) for _, record in groups}
 
     def add_step(self, step: int, results: StepResults) -> None:

@@ -40,12 +40,12 @@ class PolicySampling:
             if not ended[index].done():
                 ended[index].set_result(conversation)
 
-        def finished(index: int, conversation: Conversation) -> None:
+        def on_finished(index: int, conversation: Conversation) -> None:
             if self._is_over:
                 raise asyncio.CancelledError  # so that decoding stops
             loop.call_soon_threadsafe(resolve, index, conversation)
 
-        self._policy.add(SamplingJob(dict(prompts), finished, seed, greedy))
+        self._policy.add(SamplingJob(dict(prompts), on_finished, seed, greedy))
         if self._decoding is None or self._decoding.done():
             self._decoding = asyncio.create_task(self._decode())
         return [*ended.values()]

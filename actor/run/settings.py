@@ -35,7 +35,7 @@ PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the lat
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
 FIXED_KEYS = ("critic.model", "critic.standardization")
-DAMAGED = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
+DAMAGED_FILE = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
 CONTENT = "its content"  # in the place of a value, where the file that a setting names has changed
 
 
@@ -59,26 +59,30 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     if earlier is None:
         return {}
     try:
-        known = read_json(folder / CONTENTS_FILE) or {}
+        earlier_contents = read_json(folder / CONTENTS_FILE) or {}
     except ValueError as error:
-        raise ConfigError(DAMAGED.format(folder / CONTENTS_FILE, error)) from error
+        raise ConfigError(DAMAGED_FILE.format(folder / CONTENTS_FILE, error)) from error
     before = flat_settings(earlier)
     changed = {
         key: [before.get(key), now.get(key)]
         for key in {**before, **now}
         if before.get(key) != now.get(key) and (key in RESULTS or not key.startswith(OPERATION))
     }
-    kept = FIXED_KEYS if (config.run.weights_dir / "CURRENT").exists() else ()  # the critic's version 0 was made before
+    fixed = (
+        FIXED_KEYS if (config.run.weights_dir / "CURRENT").exists() else ()
+    )  # the critic's version 0 has been written
     if config.actor.kl.target is not None:
-        kept = (*kept, "actor.kl.coef")  # checkpoints have the adapted one
-    changed = {f"{key} (without effect)" if key.startswith(kept) else key: values for key, values in changed.items()}
+        fixed = (*fixed, "actor.kl.coef")  # checkpoints have the adapted one
+    changed = {f"{key} (without effect)" if key.startswith(fixed) else key: values for key, values in changed.items()}
     optimizer = config.actor.optimizer
     was = earlier.actor.steps
     new = config.actor.steps
     if optimizer.min_lr not in (None, optimizer.lr) and was != new:
         changed["actor.steps"] = [was, new]
     contents = read_contents(config)
-    differing = [key for key in contents if key in known and not is_same_model(known[key], contents[key])]
+    differing = [
+        key for key in contents if key in earlier_contents and not is_same_model(earlier_contents[key], contents[key])
+    ]
     changed |= {key: ["", CONTENT] for key in differing if key not in changed}  # else its path has changed
     guarded = describe_changes({key: values for key, values in changed.items() if _is_guarded(key)})
     if guarded and not accepted:
@@ -117,9 +121,9 @@ def read_contents(config: RunConfig) -> dict[str, str]:
         specs |= {"environment.class": own.class_, "environment.agent": own.agent, "environment.reward": own.reward}
     contents: dict[str, str] = {}
     for key, spec in {**specs, **config.actor.algorithm.own_functions}.items():
-        if found := FILE_SPEC.fullmatch(spec or ""):
+        if match := FILE_SPEC.fullmatch(spec or ""):
             with contextlib.suppress(OSError):
-                contents[key] = hashlib.sha256(Path(found["file"]).read_bytes()).hexdigest()
+                contents[key] = hashlib.sha256(Path(match["file"]).read_bytes()).hexdigest()
     if config.uses_reward_model:
         with contextlib.suppress(OSError, CheckpointError):
             contents["reward.model"] = fingerprint_model(config.reward.model)
@@ -149,7 +153,7 @@ def started_with(run_dir: Path) -> RunConfig | None:
         sections = read_json(path)
         return None if sections is None else RunConfig.model_validate(sections)
     except (ValueError, RlhfError) as error:
-        raise ConfigError(DAMAGED.format(path, reason_of(error))) from error
+        raise ConfigError(DAMAGED_FILE.format(path, reason_of(error))) from error
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:

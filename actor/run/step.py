@@ -1,4 +1,4 @@
-"""What a training step computes, shared by a run and its replay."""
+"""The computation of a training step, shared by a run and its replay."""
 
 from collections.abc import Sequence
 

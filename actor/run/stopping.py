@@ -97,13 +97,13 @@ def stop_on_signals(stop: Stop, grace_s: float, numbers: Iterable[signal.Signals
         timer.daemon = True
         timer.start()
 
-    def received(_: int, __: FrameType | None) -> None:
+    def restore_default_handlers(_: int, __: FrameType | None) -> None:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 
     for number in numbers:
         loop.add_signal_handler(number, begin)
-        signal.signal(number, received)
+        signal.signal(number, restore_default_handlers)
 
 
 def end_forwards(*models: Any) -> None:

@@ -121,12 +121,12 @@ def _turn_fields(conversation: Conversation) -> dict[str, Any]:
     if end.turns is None:
         return {}
     messages = list[dict[str, Any]]()
-    seen = [conversation[0].prompt.metadata.get(MESSAGES_KEY, [])]
+    passed = [conversation[0].prompt.metadata.get(MESSAGES_KEY, [])]
     for row in conversation:
         whole = [*row.prompt.metadata.get(MESSAGES_KEY, ()), *row.messages[row.num_prompt_messages :]]
-        new = [len([*takewhile(bool, map(operator.eq, whole, earlier))]) for earlier in seen]
+        new = [len([*takewhile(bool, map(operator.eq, whole, earlier))]) for earlier in passed]
         messages += whole[max(new) :]
-        seen.append(whole)
+        passed.append(whole)
     turns = [(row, turn) for row in conversation for turn in row.turns or ()]
     line: dict[str, Any] = {"turns": messages, "turn_rewards": [turn.reward for _, turn in turns]}
     values = [row.score.values[turn.start - 1 : turn.end - 1] for row, turn in turns if row.score.values is not None]

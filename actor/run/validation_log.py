@@ -66,8 +66,8 @@ class ValidationLog:
 
     def _write_samples(self, when: str, result: Validation) -> None:
         path = self._dir / "samples.jsonl"  # "before" overwrites the file
-        kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
-        write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
+        others = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
+        write_jsonl(path, [*others, *samples(result, when, self._policy.tokenizer)])
 
     def _save_if_best(self, step: int, reward: float, version: int | None) -> None:
         """Write the policy to `best/`, with its score, if it has the highest validation reward so far.

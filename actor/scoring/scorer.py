@@ -66,7 +66,7 @@ class Scorer:
         self._tokenizer = tokenizer
         self.sends_sentences = False
         self.reward = ServedModel()
-        """What the server declares about the reward, which may be a weighted sum of terms."""
+        """The server's declaration of the reward, which may be a weighted sum of terms."""
 
     async def compare_tokenizers(self) -> None:
         """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.

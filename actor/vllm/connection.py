@@ -17,7 +17,7 @@ import aiohttp
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.vllm.replies import turn_in
 from rlhf_triton.client.connection import attempt_failure, timeout
-from rlhf_triton.client.errors import AttemptFailed, Kind
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import (
     exclusive_lock,
@@ -36,7 +36,7 @@ from rlhf_triton.store.durable import (
 
 
 # prefixes of versions' names
-FULL = "weights-"
+FULL_WEIGHTS = "weights-"
 ADAPTERS = "adapters-"
 VERSIONS_KEPT = 2  # the current version, and the one that a server may still be loading
 KEPT_NAMES = 1000  # versions whose names are kept; recent ones sampled the responses
@@ -60,7 +60,7 @@ class PolicyVersions:
         """`most_ahead`: `actor.max_off_policy_steps`; responses in flight may use the adapters of as many versions."""
         self._root = root
         self._most_ahead = most_ahead
-        self._prefix = f"{ADAPTERS if are_adapters else FULL}{uuid.uuid4().hex[:8]}"
+        self._prefix = f"{ADAPTERS if are_adapters else FULL_WEIGHTS}{uuid.uuid4().hex[:8]}"
         self.steps: dict[str, int] = {}
         """The step of each version that this process has published or seen, by name."""
 
@@ -193,7 +193,7 @@ class VllmClient:
         try:
             reply = json.loads(text) if text.startswith("{") else {}
         except ValueError as error:
-            raise AttemptFailed(Kind.LOST, f"answered {path} with a damaged response", text[:200]) from error
+            raise AttemptFailed(ErrorKind.LOST, f"answered {path} with a damaged response", text[:200]) from error
         return reply if isinstance(reply, dict) else {}
 
     def _refusal(self, path: str, status: int, text: str) -> Exception:
@@ -209,8 +209,8 @@ class VllmClient:
         if missing:
             return RlhfError(f"the server at {self.url} {missing}")
         if path == GENERATE and status == 404:  # the adapter is unknown after a restart
-            return AttemptFailed(Kind.LOST, "has lost the adapters", _message(text))
-        kind = Kind.WRONG if status < 500 else Kind.BUSY
+            return AttemptFailed(ErrorKind.LOST, "has lost the adapters", _message(text))
+        kind = ErrorKind.WRONG if status < 500 else ErrorKind.BUSY
         return AttemptFailed(kind, f"refused {path}", _message(text) or f"status {status}")
 
 
@@ -264,7 +264,7 @@ class VllmConnection:
         if any(self._versions.steps.get(name, -1) < version.step for name in names):
             self._is_loaded = False
             used = ", ".join(sorted({*names}))
-            raise AttemptFailed(Kind.LOST, "has other weights", f"it generated with {used}, not {version.name}")
+            raise AttemptFailed(ErrorKind.LOST, "has other weights", f"it generated with {used}, not {version.name}")
         # A response uses the adapters that it names, whatever the server loads meanwhile.
         steps = [version.step if self._is_adapter else self._versions.steps[name] for name in names]
         return dataclasses.replace(turn, versions=[*steps])
@@ -306,7 +306,7 @@ class VllmConnection:
         async with self._lock_server():
             loaded = str((await self._server.get("/weight_info")).get("weight_version"))
             if loaded != self._version.name:
-                if self._is_adapter and loaded.startswith(FULL):
+                if self._is_adapter and loaded.startswith(FULL_WEIGHTS):
                     raise RlhfError(
                         f"the server at {self._server.url} has the weights of another run ({loaded}), which do not fit "
                         "the adapters: restart it"

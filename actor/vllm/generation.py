@@ -189,9 +189,9 @@ class VllmGeneration(Generation):
         turns: dict[RowId, int] = collections.Counter()
 
         async def respond(row: NewRow) -> None:
-            left = min(self._settings.max_new_tokens, row_source.longest - len(row.tokens))
+            max_new_tokens = min(self._settings.max_new_tokens, row_source.longest - len(row.tokens))
             own_seed = [*row.seed, *([turns[row.id]] if turns[row.id] else ())]
-            sampling = self._sampling_parameters(own_seed, left, greedy=greedy)
+            sampling = self._sampling_parameters(own_seed, max_new_tokens, greedy=greedy)
             turns[row.id] += 1
             # The turns of a conversation go to the same server, which has the tokens before them in its cache.
             session = None if self.runner is None else f"{job.seed}.{row.index}"

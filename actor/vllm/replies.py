@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
-from rlhf_triton.actor.data.recorded import PolicyTurn, Version
-from rlhf_triton.client.errors import AttemptFailed, Kind
+from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedVersion
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.errors import reason_of_item
 
 COMPLETE = ("stop", "length")  # finish_reason of a whole response
@@ -31,7 +31,7 @@ class _Logprobs(_Part):
 
 
 class _Span(_Part):
-    version: Version = None
+    version: RecordedVersion = None
     start: NonNegativeInt
     end: NonNegativeInt
 
@@ -56,14 +56,14 @@ def turn_in(reply: Mapping[str, Any], vocab_size: int | None) -> PolicyTurn:
         place = ".".join(map(str, item["loc"]))
         raise _damaged(f"{place}: {reason_of_item(item)}, got {reprlib.repr(item['input'])}") from None
     if choice.finish_reason not in COMPLETE:  # "abort": the server was paused by another client
-        raise AttemptFailed(Kind.LOST, "did not complete a response", f"finish_reason {choice.finish_reason!r}")
+        raise AttemptFailed(ErrorKind.LOST, "did not complete a response", f"finish_reason {choice.finish_reason!r}")
     tokens = choice.token_ids
     logprobs = [item.logprob for item in choice.logprobs.content]
     if not len(tokens) == len(logprobs) > 0:
         raise _damaged(f"{len(tokens)} tokens with {len(logprobs)} log-probs")
     if vocab_size is not None and max(tokens) >= vocab_size:
         raise _damaged(f"token id {max(tokens)} is outside the vocabulary of {vocab_size}")
-    versions: list[Version] = [None] * len(tokens)
+    versions: list[RecordedVersion] = [None] * len(tokens)
     for span in choice.weight_versions:
         if not span.start <= span.end <= len(tokens):
             raise _damaged(f"weights version {span.version} of the tokens {span.start} to {span.end} of {len(tokens)}")
@@ -72,4 +72,4 @@ def turn_in(reply: Mapping[str, Any], vocab_size: int | None) -> PolicyTurn:
 
 
 def _damaged(why: str) -> AttemptFailed:
-    return AttemptFailed(Kind.LOST, "answered with a damaged response", why)
+    return AttemptFailed(ErrorKind.LOST, "answered with a damaged response", why)

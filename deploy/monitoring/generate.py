@@ -45,7 +45,7 @@ def _line(panel: str, legend: str, query: str, unit: str = "short") -> MetricSpe
     return MetricSpec("", "", unit=unit, panel=panel, legend=legend, query=query)
 
 
-OTHERS = (  # of the server, and of several processes
+OTHERS = (  # panels of the server and of several processes
     _line("Tokens per second", "{{model}}, forward", FORWARDS),
     _line("Versions of the critic", "served, {{instance}}", 'rlhf_weights_version{model="critic"}'),
     _line("Requests per second", "{{model}}", SUCCESSES),
@@ -55,7 +55,7 @@ OTHERS = (  # of the server, and of several processes
     _line("Processes that answer, and the disk", "{{job}} {{instance}}", 'up{job=~"rlhf-.+"}'),
     _line("Processes that answer, and the disk", "free share of the disk of run.dir", FREE),
 )
-SERVED = (  # of a server, and of a gateway before it; panels in this order
+SERVED = (  # panels of a server and a gateway before it, in this order
     _line("Requests per second", "{{model}}", SUCCESSES),
     _line(
         "Requests per second",
@@ -103,7 +103,7 @@ def dashboards(text: str) -> dict[Path, str]:
     titles = dict.fromkeys(line.panel for line in SERVED)
     served = [panel(i, title, {"": SERVED}, like) for i, title in enumerate(titles)]
     serving = {**board, "title": f"{board['title']}: serving", "uid": f"{board['uid']}-serving", "panels": served}
-    return {path: json.dumps(each, indent=1) + "\n" for path, each in ((DASHBOARD, board), (SERVING, serving))}
+    return {path: json.dumps(content, indent=1) + "\n" for path, content in ((DASHBOARD, board), (SERVING, serving))}
 
 
 if __name__ == "__main__":

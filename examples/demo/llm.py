@@ -248,9 +248,9 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> 
     settings = PolicySection(model=policy_folder, lora_rank=1)
     longest_row = longest + generation.max_new_tokens, "the prompts of the demo; shorten them"
     policy = Policy(ActorSection(policy=settings, generation=generation), longest_row=longest_row)
-    known = read_prompts(prompts_file, PromptReader(tokenizer=policy.tokenizer, max_tokens=longest))
-    epochs = range(0, number, len(known))
-    prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]
+    pool = read_prompts(prompts_file, PromptReader(tokenizer=policy.tokenizer, max_tokens=longest))
+    epochs = range(0, number, len(pool))
+    prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(pool, len(pool))][:number]
     texts = []
     start = time.monotonic()
     for done in range(0, number, BATCH):

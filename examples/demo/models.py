@@ -45,7 +45,7 @@ ENCODER_LR = 2e-4
 ENCODER_HEAD_LR = 1e-3
 FROZEN_LAYERS = 2  # the encoder's lowest; its embeddings are frozen, too
 VOCAB_SIZE = 2048
-Rows = Sequence[Sequence[int]]
+TokenRows = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def train_tokenizer(sentences: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def train_language_model(rows: Rows, *, epochs: int, seed: int) -> LlamaForCausalLM:
+def train_language_model(rows: TokenRows, *, epochs: int, seed: int) -> LlamaForCausalLM:
     """Return a causal model of a million parameters trained on `rows`; each row's last token should be EOS."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -115,7 +115,7 @@ def train_language_model(rows: Rows, *, epochs: int, seed: int) -> LlamaForCausa
     return model.eval()
 
 
-def sample(model: LlamaForCausalLM, prompts: Rows, *, new_tokens: int, seed: int) -> list[list[int]]:
+def sample(model: LlamaForCausalLM, prompts: TokenRows, *, new_tokens: int, seed: int) -> list[list[int]]:
     """Return each prompt with its continuation at temperature 1, up to and including EOS; PAD is never sampled.
 
     All prompts must have the same length, so that no row needs padding.
@@ -132,7 +132,9 @@ def sample(model: LlamaForCausalLM, prompts: Rows, *, new_tokens: int, seed: int
     return rows
 
 
-def train_reward_model(policy: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int) -> PreTrainedModel:
+def train_reward_model(
+    policy: Path, rows: TokenRows, gold: Sequence[float], *, epochs: int, seed: int
+) -> PreTrainedModel:
     """Return a Bradley-Terry reward model that starts from the language model in `policy`; see `_train_on_pairs`."""
     model = _with_zero_head(AutoModelForSequenceClassification, policy)
     optimizers = _optimizers(model, REWARD_MUON_LR, REWARD_ADAMW_LR)
@@ -140,7 +142,7 @@ def train_reward_model(policy: Path, rows: Rows, gold: Sequence[float], *, epoch
     return model.eval()
 
 
-def train_encoder(folder: Path, rows: Rows, gold: Sequence[float], *, epochs: int, seed: int) -> PreTrainedModel:
+def train_encoder(folder: Path, rows: TokenRows, gold: Sequence[float], *, epochs: int, seed: int) -> PreTrainedModel:
     """Return a Bradley-Terry reward model that starts from the pretrained BERT in `folder`; see `_train_on_pairs`."""
     model = BertForSequenceClassification.from_pretrained(
         folder, num_labels=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, local_files_only=True
@@ -158,7 +160,7 @@ def train_encoder(folder: Path, rows: Rows, gold: Sequence[float], *, epochs: in
 
 
 @torch.no_grad()
-def score_rows(model: PreTrainedModel, rows: Rows) -> Tensor:
+def score_rows(model: PreTrainedModel, rows: TokenRows) -> Tensor:
     """Return a reward model's rewards [N] of rows of tokens, fp32."""
     return torch.cat([_rewards(model, rows[i : i + 128]) for i in range(0, len(rows), 128)])
 
@@ -233,7 +235,7 @@ def _train(
 def _train_on_pairs(
     model: PreTrainedModel,
     optimizers: Sequence[torch.optim.Optimizer],
-    rows: Rows,
+    rows: TokenRows,
     gold: Sequence[float],
     *,
     epochs: int,
@@ -257,7 +259,7 @@ def _train_on_pairs(
     _train("reward model", model, optimizers, batches, loss_of)
 
 
-def _bucketed(rows: Rows, generator: torch.Generator) -> list[list[int]]:
+def _bucketed(rows: TokenRows, generator: torch.Generator) -> list[list[int]]:
     """Return one epoch of batches of row indices in random order; a batch has rows of similar length."""
     order = torch.randperm(len(rows), generator=generator).tolist()
     window = 32 * BATCH
@@ -268,7 +270,7 @@ def _bucketed(rows: Rows, generator: torch.Generator) -> list[list[int]]:
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def _next_token_losses(model: LlamaForCausalLM, rows: Rows) -> Tensor:
+def _next_token_losses(model: LlamaForCausalLM, rows: TokenRows) -> Tensor:
     """Return the negative log-likelihoods of all tokens except each row's first, as one flat vector."""
     tokens = _padded(rows)  # on the right: in a causal model no real token sees the padding
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -277,21 +279,21 @@ def _next_token_losses(model: LlamaForCausalLM, rows: Rows) -> Tensor:
     return F.cross_entropy(model.lm_head(hidden[:, :-1][real]), tokens[:, 1:][real], reduction="none")
 
 
-def _rewards(model: PreTrainedModel, rows: Rows) -> Tensor:
+def _rewards(model: PreTrainedModel, rows: TokenRows) -> Tensor:
     """Return rewards [B]; a causal model's is the head's output at each row's last token."""
     tokens = _padded(rows)
     return model(input_ids=tokens, attention_mask=(tokens != PAD).long()).logits[:, 0].float()
 
 
-def _padded(rows: Rows) -> Tensor:
+def _padded(rows: TokenRows) -> Tensor:
     """Return tokens [B, S]; `PAD` is also the padding id of the pretrained encoder."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=PAD)
 
 
 def _optimizers(model: PreTrainedModel, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
-    taken = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in taken]
+    matrix_ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in matrix_ids]
     return [_Muon(matrices, lr=muon_lr), torch.optim.AdamW(others, lr=adamw_lr, fused=True)]
 
 

@@ -44,8 +44,8 @@ def load_corpus(every_nth_source: int) -> tuple[list[str], list[str]]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in folder.rglob("*.py") if not path.name.startswith("_sysconfigdata")]
     ours = sorted(p for p in sources if not SKIPPED_FOLDERS.intersection(p.relative_to(folder).parts[:-1]))
-    found = {sentence for path in ours[::every_nth_source] for sentence in _sentences_of_file(path)}
-    ordered = sorted(found, key=lambda sentence: hashlib.sha256(sentence.encode()).digest())
+    sentences = {sentence for path in ours[::every_nth_source] for sentence in _sentences_of_file(path)}
+    ordered = sorted(sentences, key=lambda sentence: hashlib.sha256(sentence.encode()).digest())
     cut = min(NUM_HELD_OUT, len(ordered) // 5)
     return ordered[cut:], ordered[:cut]
 
@@ -140,7 +140,7 @@ def _build(root: Path, seed: int, quick: bool) -> None:
     m.save_critic(root / "policy", root / "critic")
 
     prompts = _prompts(tokenizer, train_rows)
-    unseen = _prompts(tokenizer, held_out_rows, known=set(prompts))
+    unseen = _prompts(tokenizer, held_out_rows, excluded=set(prompts))
     validation = dict(list(unseen.items())[:NUM_VALIDATION_PROMPTS])
     write_jsonl(root / "prompts.jsonl", _prompt_lines("train", prompts))
     write_jsonl(root / "validation.jsonl", _prompt_lines("validation", validation))
@@ -175,17 +175,19 @@ def _encode(tokenizer: Any, sentences: Sequence[str]) -> list[list[int]]:
     return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(sentences))["input_ids"]]
 
 
-def _prompts(tokenizer: Any, rows: Sequence[list[int]], known: Collection[str] = frozenset()) -> dict[str, list[int]]:
+def _prompts(
+    tokenizer: Any, rows: Sequence[list[int]], excluded: Collection[str] = frozenset()
+) -> dict[str, list[int]]:
     """Return {text: token ids} of the sentences' first PROMPT_TOKENS tokens.
 
-    Sentences that are hardly longer are left out, and so are beginnings whose text is in `known`, or whose text gives
-    other tokens because it was cut inside a word.
+    Sentences that are hardly longer are left out, and so are beginnings whose text is in `excluded`, or whose text
+    gives other tokens because it was cut inside a word.
     """
     starts = [row[:PROMPT_TOKENS] for row in rows if len(row) > PROMPT_TOKENS + 2]
     texts = tokenizer.batch_decode(starts)
     again = tokenizer(texts)["input_ids"]
     same = zip(texts, starts, again, strict=True)
-    return {text: start for text, start, ids in same if ids == start and text not in known}
+    return {text: start for text, start, ids in same if ids == start and text not in excluded}
 
 
 def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:

@@ -25,11 +25,11 @@ def build_once(out_dir: Path, build: Callable[[Path], None], **fingerprint: Any)
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     fingerprint["sources"] = hashlib.sha256(code).hexdigest()
     fingerprint["versions"] = [sys.version, *map(version, ("torch", "transformers", "tokenizers"))]
-    known = read_json(out_dir / MANIFEST)
-    if known == fingerprint:
+    earlier = read_json(out_dir / MANIFEST)
+    if earlier == fingerprint:
         print(f"already prepared: {out_dir}")
         return out_dir
-    if not known and out_dir.exists() and any(out_dir.iterdir()):
+    if not earlier and out_dir.exists() and any(out_dir.iterdir()):
         raise RlhfError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
 
     def fill(folder: Path) -> None:

@@ -16,7 +16,7 @@ def read_games(path: str) -> dict[str, list[str]]:
 
 
 class SumsGame:
-    """One game."""
+    """A game: guess the answer of a sum."""
 
     def __init__(self, games: str) -> None:
         """`games`: a JSON object with question and answer of each seed."""

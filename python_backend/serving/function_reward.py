@@ -92,14 +92,14 @@ class FunctionReward:
         sentences = call.array(contract.SENTENCES)
         encoded = call.array(contract.METADATA)
         if sentences is None:
-            given = call.array(contract.TOKENS)
+            token_array = call.array(contract.TOKENS)
             lengths = call.array(contract.SEQUENCE_LENGTHS)
             if self._tokenizer is None:
                 raise contract.ContractError(
                     f"{contract.TOKENS}: this server has no tokenizer to decode them for reward functions; send "
                     f"{contract.SENTENCES}, or set actor.policy.model to a folder with one"
                 )
-            rows = list(contract.scoring_rows(given, lengths, limits=self._limits).rows)
+            rows = list(contract.scoring_rows(token_array, lengths, limits=self._limits).rows)
             text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
             for row, metadata in zip(rows, metadata_rows(encoded, len(rows)), strict=True):
                 tokens = row.tokens.tolist()

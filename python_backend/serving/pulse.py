@@ -116,7 +116,7 @@ class Pulse:
 def _num_switches(thread: int) -> int:
     """Return how often a thread of this process has yielded the CPU; 0 if the kernel does not count that."""
     try:
-        found = _SWITCHES.search(Path(f"/proc/self/task/{thread}/status").read_bytes())
+        match = _SWITCHES.search(Path(f"/proc/self/task/{thread}/status").read_bytes())
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0

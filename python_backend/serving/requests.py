@@ -154,9 +154,9 @@ class RowReader:
     def rendered(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> tuple[str, str]:
         """Return the text to tokenise for a row, and its second text or "". Raises ContractError."""
         messages = self._messages(index, metadata)
-        known = self._messages(index, metadata, REPLY_KEY)
-        if known is not None:
-            metadata = {**metadata, REPLY_KEY: known}
+        reply_messages = self._messages(index, metadata, REPLY_KEY)
+        if reply_messages is not None:
+            metadata = {**metadata, REPLY_KEY: reply_messages}
         if self.template is not None:
             text, metadata = (text, metadata) if messages is None else with_reply(messages, text, metadata)
             return self.template.render(index, text, metadata), pair

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlhf_triton.models.modeling import RewardModel, Standardization
+from rlhf_triton.models.modeling import RewardModel, StandardizationChoice
 from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Wait
@@ -77,17 +77,17 @@ def read_loader(parameters: Parameters) -> tuple[str, dict[str, Any]]:
     is_process = parameters.optional(PROCESS) is not None
     logit = parameters.optional("logit")
     if logit is not None:
-        found = json.loads(logit)
-        probability = score == "probability" or (score == "auto" and is_process and bool(found["against"]))
-        return "load_logit_reward", {**options, **found, "probability": probability}
+        rule = json.loads(logit)
+        probability = score == "probability" or (score == "auto" and is_process and bool(rule["against"]))
+        return "load_logit_reward", {**options, **rule, "probability": probability}
     if is_process:
         return "load_process_reward", {**options, "attribute_weights": weights, "score": score}
     return "load_reward", {**options, "pooling": parameters.text("pooling"), "attribute_weights": weights}
 
 
-def read_standardization(setting: str) -> Standardization:
+def read_standardization(setting: str) -> StandardizationChoice:
     """Parse the model parameter `standardization`: `model`, `off`, or JSON `{"mean": m, "std": s}`."""
     if setting in ("model", "off"):
-        return cast(Standardization, setting)
+        return cast(StandardizationChoice, setting)
     constants = json.loads(setting)
     return constants["mean"], constants["std"]

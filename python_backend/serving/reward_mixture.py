@@ -31,9 +31,9 @@ def weighted_sum(
     Returns:
         rewards float32 `[B]`, NaN where there is an error; B errors, empty where there is a reward.
     """
-    given = np.asarray([causes.get(name, ["no cause"] * len(components)) for name in names]).T != ""
+    has_cause = np.asarray([causes.get(name, ["no cause"] * len(components)) for name in names]).T != ""
     counts = weights != 0
-    applies = (given | ~np.isnan(components)) & counts
+    applies = (has_cause | ~np.isnan(components)) & counts
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes an error message below
         rewards = (np.where(applies, components, 0.0) @ weights).astype(np.float32)
     errors = []
@@ -72,9 +72,9 @@ class WeightedSum:
         components = np.concatenate([column for column in columns if column is not None], axis=1)
         causes = {}
         for name in self._names:
-            found = call.array(f"error_{name}")
-            if found is not None:
-                causes[name] = [item.decode() for item in found[:, 0]]
+            reasons = call.array(f"error_{name}")
+            if reasons is not None:
+                causes[name] = [item.decode() for item in reasons[:, 0]]
         rewards, errors = weighted_sum(self._names, self._weights, components, causes)
         for name in self._silent & causes.keys():
             if cause := next(filter(None, causes[name]), ""):  # no reply reports it

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-Job = Iterator[Any]
+BackgroundJob = Iterator[Any]
 SLICE_S = 0.005
 
 
@@ -27,11 +27,11 @@ class RoundRobin:
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[BackgroundJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: BackgroundJob) -> None:
         """Append the job to the queue; its first step runs in the thread."""
         self._jobs.put(job)
 
@@ -92,7 +92,7 @@ class RowPool(Generic[Owner]):
         self._overhead_tokens = overhead_tokens
         self._by_length: list[_Row[Owner]] = []
         self._by_turn: list[tuple[int, int, _Row[Owner]]] = []
-        self._taken: set[int] = set()  # numbers of removed rows that are still in the heap; `oldest` drops them
+        self._removed: set[int] = set()  # numbers of removed rows that are still in the heap; `oldest` drops them
         self._numbers = count()
         self._served_tokens = 0
         self._of_owner: dict[Owner, int] = {}
@@ -117,8 +117,8 @@ class RowPool(Generic[Owner]):
 
     def oldest(self) -> Owner | None:
         """Return the request that owns the row with the smallest turn; None if no row is waiting."""
-        while self._by_turn and self._by_turn[0][1] in self._taken:
-            self._taken.discard(heapq.heappop(self._by_turn)[1])
+        while self._by_turn and self._by_turn[0][1] in self._removed:
+            self._removed.discard(heapq.heappop(self._by_turn)[1])
         return self._by_turn[0][2].owner if self._by_turn else None
 
     def take(self, may_join: Callable[[Owner], bool] = lambda owner: True) -> list[tuple[Owner, int]]:
@@ -132,7 +132,7 @@ class RowPool(Generic[Owner]):
         first = heapq.heappop(self._by_turn)[2]
         chosen = [first, *self._batch_with(first, may_join)]
         self._remove(chosen)
-        self._taken.discard(first.number)  # `oldest` will not meet it in the heap again
+        self._removed.discard(first.number)  # `oldest` will not meet it in the heap again
         self.oldest()  # drops the removed rows from the heap: their owners keep a weights version alive
         return [(row.owner, row.index) for row in sorted(chosen)]
 
@@ -169,7 +169,7 @@ class RowPool(Generic[Owner]):
     def _remove(self, rows: Sequence[_Row[Owner]]) -> None:
         for row in rows:
             del self._by_length[bisect_left(self._by_length, row)]
-            self._taken.add(row.number)
+            self._removed.add(row.number)
             self._count(row.owner, -row.length)
             self._served_tokens += row.length
 

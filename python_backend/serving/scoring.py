@@ -99,7 +99,7 @@ class Compute(Protocol):
         """Launch a forward pass of `rows`, padded to `width` tokens; return a function that waits for its results."""
         ...
 
-    def failed(self, error: Exception) -> None:
+    def handle_failure(self, error: Exception) -> None:
         """Handle the error of a forward pass; called before its requests fail."""
 
     def publish(self) -> None:
@@ -315,10 +315,10 @@ class Engine:
 
         Returns False if there are no rows.
         """
-        taken = self._next_forward(waits=not launched)
-        if taken is None:
+        forward = self._next_forward(waits=not launched)
+        if forward is None:
             return False
-        model, batch = taken
+        model, batch = forward
         if not batch:
             return True
         rows = [scoring.rows[i] for scoring, i in batch]
@@ -327,7 +327,7 @@ class Engine:
             outputs = self.compute.launch(self.forward, model, rows, width)
             launched.append(_Pass(model, batch, width, outputs))
         except Exception as error:  # process edge: only the requests in this forward pass fail
-            self.compute.failed(error)
+            self.compute.handle_failure(error)
             self._fail(batch, error)
         return True
 
@@ -369,7 +369,7 @@ class Engine:
             outputs = launched.outputs()
             assert len(outputs) == len(batch), (len(outputs), len(batch))
         except Exception as error:  # process edge: only the requests in this forward pass fail
-            self.compute.failed(error)
+            self.compute.handle_failure(error)
             self._fail(batch, error)
             return
         tokens = sum(scoring.rows[i].tokens.size for scoring, i in batch)
@@ -405,8 +405,8 @@ class Engine:
 
     def _tensors(self, scoring: Scoring) -> Arrays:
         """Return the requested outputs that can be sent."""
-        made = ((name, make(scoring)) for name, make in self._reply.items() if name in scoring.call.wanted)
-        return {name: tensor for name, tensor in made if tensor is not None}
+        outputs = ((name, make(scoring)) for name, make in self._reply.items() if name in scoring.call.wanted)
+        return {name: tensor for name, tensor in outputs if tensor is not None}
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
         with self._changed:

@@ -66,18 +66,18 @@ class StepReader(RowReader):
                 f"{contract.TOKENS}: reward.process.mark, which replaces the separator in texts, "
                 f"{contract.NEEDS_MORE}; send {SENTENCES}"
             )
-        given = list(rows.rows)
-        metadata = metadata_rows(call.array(METADATA), len(given))
-        size = sum(row.tokens.nbytes for row in given)
-        return ScoringRows(map(self._row_of_tokens, itertools.count(), given, metadata), rows.width, size)
+        token_rows = list(rows.rows)
+        metadata = metadata_rows(call.array(METADATA), len(token_rows))
+        size = sum(row.tokens.nbytes for row in token_rows)
+        return ScoringRows(map(self._row_of_tokens, itertools.count(), token_rows, metadata), rows.width, size)
 
     def _row_of_tokens(self, index: int, given_row: TokenRow, metadata: Mapping[str, Any]) -> TokenRow:
         """Return the row to score, with a mark after its last step, and the steps of its response."""
         row = given_row.tokens
         start = given_row.prompt_length or 0
-        given = given_ends(index, metadata, start, row.size - 1)
-        if given is not None:
-            return TokenRow(row, steps=RowSteps(given, given, given))
+        step_ends = given_ends(index, metadata, start, row.size - 1)
+        if step_ends is not None:
+            return TokenRow(row, steps=RowSteps(step_ends, step_ends, step_ends))
         separator = self._separator(index)
         pieces = [self._piece(token) for token in row[start:].tolist()]
         text = "".join(pieces)
@@ -106,12 +106,12 @@ class StepReader(RowReader):
             text = text if reply is None else self._content(index, reply)
             start = 0
             prefix = self._render(index, messages, metadata, generation_prompt=True)
-        given = given_ends(index, metadata, start + 1, len(text))
-        if given is None:
+        step_ends = given_ends(index, metadata, start + 1, len(text))
+        if step_ends is None:
             spans = split_steps(text, start, self._separator(index))
             mark = self._mark
         else:
-            ends = given.tolist()
+            ends = step_ends.tolist()
             spans = [Span(begin, end, end) for begin, end in zip([start, *ends], ends, strict=False)]
             mark = self.mark
         contents = [text[span.start : span.content_end] for span in spans]
@@ -158,7 +158,7 @@ class StepReader(RowReader):
             text += content + mark
         row = self._encode(text, is_chat=is_chat)
         tags = [i for i, token in enumerate(row.ids) if token == self._tag_id]
-        written = [found.start() for found in re.finditer(re.escape(tag), text)]
+        written = [match.start() for match in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
             raise ContractError(
                 f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, {len(tags)} times as a separate token; "
@@ -190,10 +190,10 @@ def split_steps(text: str, start: int, separator: str) -> list[Span]:
     spans = []
     begin = start
     at = start
-    while (found := text.find(separator, at)) >= 0:
-        at = found + len(separator)
-        if text[begin:found].strip():
-            spans.append(Span(begin, found, at))
+    while (separator_start := text.find(separator, at)) >= 0:
+        at = separator_start + len(separator)
+        if text[begin:separator_start].strip():
+            spans.append(Span(begin, separator_start, at))
             begin = at
     if text[begin:].strip():
         spans.append(Span(begin, len(text), len(text)))
@@ -245,24 +245,24 @@ def _steps(scoring: Scoring) -> Iterator[tuple[RowSteps, np.ndarray]]:
 
 def _rewards(scoring: Scoring) -> np.ndarray:
     """Return the lowest score of each row's steps; NaN for a row without steps."""
-    return np.asarray([[found.min() if found.size else np.nan] for _, found in _steps(scoring)], np.float32)
+    return np.asarray([[scores.min() if scores.size else np.nan] for _, scores in _steps(scoring)], np.float32)
 
 
 def _token_rewards(scoring: Scoring) -> np.ndarray:
     placed = np.zeros((len(scoring.rows), scoring.width), np.float32)
-    for i, (at, found) in enumerate(_steps(scoring)):
-        placed[i, at.token_places] = found
+    for i, (at, scores) in enumerate(_steps(scoring)):
+        placed[i, at.token_places] = scores
     return placed
 
 
 def _step_rewards(scoring: Scoring) -> np.ndarray:
-    found = [scores for _, scores in _steps(scoring)]
-    return padded_rows(found, max(1, *(scores.size for scores in found)))
+    rows = [scores for _, scores in _steps(scoring)]
+    return padded_rows(rows, max(1, *(scores.size for scores in rows)))
 
 
 def _step_ends(scoring: Scoring) -> np.ndarray:
     ends = [at.ends for at, _ in _steps(scoring)]
-    return padded_rows([each + 1 for each in ends], max(1, *(each.size for each in ends)), np.int64) - 1
+    return padded_rows([row_ends + 1 for row_ends in ends], max(1, *(row_ends.size for row_ends in ends)), np.int64) - 1
 
 
 STEP_REPLY: Reply = {

@@ -30,12 +30,12 @@ class RowTemplate:
 
     def render(self, index: int, sentence: str, metadata: dict[str, Any]) -> str:
         """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
-        known = {
+        columns = {
             name: value for name, value in metadata.items() if value is not None
         }  # null: the row does not have the column
-        variables = {"text": sentence, "metadata": known, "response": known.get(RESPONSE_KEY, sentence)}
-        prompt = Sample(sentence, metadata=known).prompt
-        more = {"prompt": prompt, "messages": known.get(MESSAGES)}
+        variables = {"text": sentence, "metadata": columns, "response": columns.get(RESPONSE_KEY, sentence)}
+        prompt = Sample(sentence, metadata=columns).prompt
+        more = {"prompt": prompt, "messages": columns.get(MESSAGES)}
         variables |= {name: value for name, value in more.items() if value is not None}
         try:
             text = self._template.render(variables)

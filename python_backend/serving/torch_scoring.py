@@ -93,15 +93,15 @@ class TorchProcess:
         """Launch a forward pass, in halves if it does not fit into the device's memory, and on all ranks."""
         if self._ranks is not None:
             with self.on_all_ranks(version.model, rows, width):
-                found = forward(version.model, rows, width)()
-            return lambda: found
+                outputs = forward(version.model, rows, width)()
+            return lambda: outputs
         parts = self._memory.run_in_parts(lambda part: forward(version.model, part, width), rows)
         if halved := self._memory.new_halvings():
             self._failures.add((0, halved))
             self._failures.publish()
         return lambda: [output for part in parts for output in part()]
 
-    def failed(self, error: BaseException | None) -> None:
+    def handle_failure(self, error: BaseException | None) -> None:
         """Take the model out of service if the error, or one of its causes, means that the device is unusable."""
         while error is not None:
             if is_device_error(error):
@@ -116,7 +116,7 @@ class TorchProcess:
             yield
         except Exception as error:
             if self.refuse_all is not None:
-                self.failed(error)
+                self.handle_failure(error)
             if self._is_lost:
                 threading.Event().wait()
             raise

@@ -235,7 +235,7 @@ def triton_model(serve: Callable[[Mapping[str, str]], ModelServer]) -> type[Trit
     """Return the class that Triton loads; `serve` returns the server for the arguments of `initialize`."""
 
     class TritonPythonModel(TritonModel):
-        """One for each model, because Triton finds the class by this name."""
+        """A class for each model, because Triton finds it by this name."""
 
     TritonPythonModel.serve = staticmethod(serve)
     return TritonPythonModel

@@ -23,16 +23,16 @@ def read_key(config: Mapping[str, Any], key: str, kind: type[T], default: D) -> 
     Raises:
         ValueError: the value does not have the type `kind`; the message names the key and the value.
     """
-    found: Any = config.get(key)
-    if found is None:
+    value: Any = config.get(key)
+    if value is None:
         return default
-    if kind is bool and found in (False, True):  # 0 and 1 compare equal to these
-        return kind(found)  # type: ignore[call-arg]
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    if kind is float and is_number and abs(found) <= sys.float_info.max:
-        return kind(found)  # type: ignore[call-arg]
-    if kind is int and is_number and not isinstance(found, float) and abs(found) < 2**31:
-        return found
-    if kind in (str, list, dict) and isinstance(found, kind):
-        return found
-    raise ValueError(f"config.json: {key} is {str(found)[:80]!r}, must be {KINDS[kind]}")
+    if kind is bool and value in (False, True):  # 0 and 1 compare equal to these
+        return kind(value)  # type: ignore[call-arg]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float and is_number and abs(value) <= sys.float_info.max:
+        return kind(value)  # type: ignore[call-arg]
+    if kind is int and is_number and not isinstance(value, float) and abs(value) < 2**31:
+        return value
+    if kind in (str, list, dict) and isinstance(value, kind):
+        return value
+    raise ValueError(f"config.json: {key} is {str(value)[:80]!r}, must be {KINDS[kind]}")

@@ -38,14 +38,14 @@ NOTHING = ("", "none", "identity", "linear", "last", "lasttoken", "firsttokentra
 def activation_of(prefix: str, usual: str, config: Mapping[str, Any]) -> str:
     """Return the activation between the layers of head `prefix` from config.json; default: `usual`."""
     named = {key: _normalised(config[key]) for key in activation_keys(prefix, config)}
-    known = {_normalised(name): name for name in ACTIVATIONS}
-    if wrong := [key for key, value in named.items() if value not in known]:
+    by_name = {_normalised(name): name for name in ACTIVATIONS}
+    if wrong := [key for key, value in named.items() if value not in by_name]:
         names = ", ".join(ACTIVATIONS)
         raise ValueError(f"config.json: {wrong[0]} is {config[wrong[0]]!r}, must be one of {names}")
     if len({*named.values()}) > 1:
         both = " and ".join(f"{key}: {config[key]!r}" for key in named)
         raise ValueError(f"config.json has {both} for the same head ({prefix}); remove the wrong one")
-    return next((known[value] for value in named.values()), usual)
+    return next((by_name[value] for value in named.values()), usual)
 
 
 def activation_keys(prefix: str, config: Mapping[str, Any]) -> list[str]:

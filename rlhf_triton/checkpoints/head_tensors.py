@@ -41,22 +41,24 @@ def find_head(config: Mapping[str, Any], tensors: TensorInfos) -> Head | None:
     named = read_key(config, "value_head_prefix", str, "")  # written by OpenRLHF
     is_token = any("TokenClassification" in str(name) for name in read_key(config, "architectures", list, []))
     own = (Form(models="", prefixes=(named,), formula=""),) if named else ()
-    found: list[Head] = []
+    distinct: list[Head] = []
     for form in (*own, *(form for form in FORMS if is_token or form.kind != "token")):
         if not (form.pooled and is_token):
             heads = _heads_of(form, config, tensors)
-            found += [head for head in heads if all(head.layers.names != known.layers.names for known in found)]
-    if not found:
+            distinct += [
+                head for head in heads if all(head.layers.names != earlier.layers.names for earlier in distinct)
+            ]
+    if not distinct:
         return None
-    head, *others = found
-    prefixes = ", ".join(each.prefix for each in found)
+    head, *others = distinct
+    prefixes = ", ".join(candidate.prefix for candidate in distinct)
     if named and head.prefix != named:
         raise ValueError(
             f"value_head_prefix: {named} in config.json names no layer; set it to {prefixes}, or remove it"
         )
     if others and not named:
         raise ValueError(
-            f"it has {len(found)} heads, {prefixes}; set value_head_prefix in config.json to the trained one"
+            f"it has {len(distinct)} heads, {prefixes}; set value_head_prefix in config.json to the trained one"
         )
     # Ignored because of value_head_prefix.
     unread = [name for name in tensors if any(other.owns(name) for other in others)]
@@ -97,10 +99,10 @@ def _temperature(rule: AttributeGate, config: Mapping[str, Any]) -> float | None
     if rule.softmax is None or (rule.softmax and not read_key(config, rule.softmax, bool, False)):
         return None
     key, default = rule.temperature
-    found = read_key(config, key, float, default)
-    if found <= 0:
-        raise ValueError(f"config.json: {key} is {found:g}, must be above 0")
-    return found
+    temperature = read_key(config, key, float, default)
+    if temperature <= 0:
+        raise ValueError(f"config.json: {key} is {temperature:g}, must be above 0")
+    return temperature
 
 
 def _layers(prefix: str, activation: str, tensors: TensorInfos, *, latest: int = 1) -> Layers | None:
@@ -219,20 +221,20 @@ def copies(head: Head | None, names: Iterable[str]) -> dict[str, str]:
     """
     rest = {*names}
     owned = {name for name in rest if head is not None and head.owns(name)}
-    found = {name: own for own in owned for name in rest if name.endswith(f".{own}")}
+    originals = {name: own for own in owned for name in rest if name.endswith(f".{own}")}
     for root in sorted({name.partition(".")[0] for name in rest}):
         here = {name for name in rest if name.startswith(f"{root}.")}
         inner = {name[dot.end() :]: name for name in sorted(rest - here) for dot in re.finditer(r"^|\.", name)}
         again = {name: own for name in here if (own := inner.get(name.removeprefix(f"{root}."))) is not None}
         if again.keys() == here and "." in layers_path(here):
-            found |= again
+            originals |= again
             rest -= here
-    return found
+    return originals
 
 
 def may_be_head(tensors: TensorInfos, vocab_size: int | None) -> list[str]:
     """Return the prefixes of linear layers, single or in sequence, outside the body, which may be an unknown head."""
-    found = {
+    prefixes = {
         re.sub(r"(\.\d+)?\.weight$", "", name)
         for name, tensor in tensors.items()
         if name.endswith(".weight")
@@ -240,7 +242,7 @@ def may_be_head(tensors: TensorInfos, vocab_size: int | None) -> list[str]:
         and tensor.shape[0] < (vocab_size or math.inf)
         and not is_harmless(name, tensor, vocab_size)
     }
-    return sorted(prefix for prefix in found if not IN_BODY.search(f"{prefix}."))
+    return sorted(prefix for prefix in prefixes if not IN_BODY.search(f"{prefix}."))
 
 
 def is_harmless(name: str, tensor: TensorInfo | None, vocab_size: int | None) -> bool:

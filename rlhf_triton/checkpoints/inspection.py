@@ -44,7 +44,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 OTHER_WEIGHTS = (".pkl", ".npz", ".npy", ".h5", ".msgpack")  # formats that this project does not read
 # Files that are not part of a model: the state of a training run, and copies of the weights in other formats.
 TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|sampler|training_args|rng_state|random_states)[-_\d]*\.\w+")
-COPIES = re.compile(
+OTHER_FORMATS = re.compile(
     r"pytorch_model([-_]\d+-of-\d+)?\.bin|(tf_model|flax_model)([-_]\d+-of-\d+)?\.(h5|msgpack)"
     r"|consolidated[-_.\d]*(of-\d+)?\.(safetensors|pth)"
 )
@@ -305,12 +305,12 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
     Raises:
         CheckpointError: config.json is damaged.
     """
-    found = read_config(folder).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
-    if found is None:
+    stored = read_config(folder).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
+    if stored is None:
         return None
     try:
-        names = {key: tuple(map(str, read_key(found, key, list, None) or ())) for key in ("transposed", "rounded")}
-        return StoredAdapters(base=int(found["base"]), scale=float(found["scale"]), **names)
+        names = {key: tuple(map(str, read_key(stored, key, list, None) or ())) for key in ("transposed", "rounded")}
+        return StoredAdapters(base=int(stored["base"]), scale=float(stored["scale"]), **names)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error!r}") from error
 
@@ -363,13 +363,13 @@ def pickles(folder: Path, suffixes: Collection[str] = PICKLES) -> list[Path]:
 
 def pickles_beside(folder: Path) -> list[Path]:
     """Return the pickled files that are not copies of the folder's safetensors weights."""
-    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not COPIES.fullmatch(file.name)]
+    return [file for file in pickles(folder, PICKLES + OTHER_WEIGHTS) if not OTHER_FORMATS.fullmatch(file.name)]
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
     """Return the model type of a configuration, as transformers calls it."""
-    found = read_key(config, "model_type", str, "unknown")
-    return MODEL_TYPES.get(found, found)
+    model_type = read_key(config, "model_type", str, "unknown")
+    return MODEL_TYPES.get(model_type, model_type)
 
 
 def stored_dtypes(folder: Path) -> set[str]:
@@ -429,21 +429,22 @@ def _without_records(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _constants(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> Constants | None:
-    found = config.get("reward_standardization")
-    if found is None and read_key(config, "do_normalize", bool, False):
+    constants = config.get("reward_standardization")
+    if constants is None and read_key(config, "do_normalize", bool, False):
         return _moments(folder, config, tensors)
-    if found is None and read_key(config, "normalize_reward", bool, False) and config.get("mean") is not None:
-        found = {"mean": config["mean"], "std": config.get("std")}  # written by OpenRLHF
-    if found is None or found == {}:
+    if constants is None and read_key(config, "normalize_reward", bool, False) and config.get("mean") is not None:
+        constants = {"mean": config["mean"], "std": config.get("std")}  # written by OpenRLHF
+    if constants is None or constants == {}:
         return None
     try:
-        mean, std = (read_key(found, key, float, default) for key, default in (("mean", 0.0), ("std", 1.0)))
+        mean, std = (read_key(constants, key, float, default) for key, default in (("mean", 0.0), ("std", 1.0)))
     except (AttributeError, ValueError):
         mean = 0.0
         std = 0.0
     if std <= 0:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: reward_standardization is {found!r}, but must be {{mean, std}} with std above 0"
+            f"{folder / CONFIG_FILE}: reward_standardization is {constants!r}, but must be {{mean, std}} with std "
+            "above 0"
         )
     return Constants(mean, std)
 
@@ -459,8 +460,8 @@ def _moments(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> C
     moments = []
     for name in NORMALISER[:2]:
         key = name.partition(".")[2]
-        given = config.get(key)
-        listed = given if isinstance(given, list) else [given]
+        value = config.get(key)
+        listed = value if isinstance(value, list) else [value]
         stored = read_numbers(folder, tensors[name]) if name in tensors else listed
         moments.append(read_key({key: stored[0] if len(stored) == 1 else stored}, key, float, math.nan))
     mean, var = moments
@@ -475,10 +476,10 @@ def _moments(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> C
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in head_files(folder):
-        found = tensors_in(file)
+        infos = tensors_in(file)
         # LDL's files contain one module each, without its name in the tensor names.
-        alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in found)
-        named = {f"{file.stem}.{name}" if alone else name: info for name, info in found.items()}
+        alone = not any(LIKE_A_HEAD.search(name.partition(".")[0]) for name in infos)
+        named = {f"{file.stem}.{name}" if alone else name: info for name, info in infos.items()}
         tensors = _joined(folder, tensors, named)
     return _joined(folder, _read_body(folder), tensors)
 
@@ -499,7 +500,8 @@ def head_files(folder: Path) -> list[Path]:
     if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
         own |= set(weight_map_of(folder / INDEX_FILE).values())
     others = (file for file in sorted(folder.glob("*.safetensors")) if file.name not in own)
-    return [file for file in others if not TRAINER_STATE.fullmatch(file.name) and not COPIES.fullmatch(file.name)]
+    ignored = (TRAINER_STATE, OTHER_FORMATS)
+    return [file for file in others if not any(pattern.fullmatch(file.name) for pattern in ignored)]
 
 
 def _read_body(folder: Path) -> dict[str, TensorInfo]:

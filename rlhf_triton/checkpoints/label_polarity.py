@@ -1,4 +1,4 @@
-"""Whether the name of a label means good or bad."""
+"""Reads from the name of a label whether it means good or bad."""
 
 import re
 
@@ -12,6 +12,8 @@ def is_good(label: str) -> bool | None:
     """Return whether a label's name means good (True) or bad (False); None if it is unclear."""
     words = [word for word in re.findall(r"[^\W\d_]+|\d+", label.casefold()) if word not in FILLERS]
     is_negated = len(words) > 1 and words[0] in ("not", "non")
-    known = {True: GOOD, False: BAD}
-    meant = [good for good, names in known.items() if len(words) == 1 + is_negated and names.fullmatch(words[-1])]
+    names_by_meaning = {True: GOOD, False: BAD}
+    meant = [
+        good for good, names in names_by_meaning.items() if len(words) == 1 + is_negated and names.fullmatch(words[-1])
+    ]
     return SIGNS.get(label.strip(), meant[0] != is_negated if meant else None)

@@ -95,11 +95,11 @@ def library_reason(folder: Path, error: Exception) -> str:
     def build(keys: Mapping[str, Any]) -> None:
         GenerationConfig.from_model_config(AutoConfig.for_model(**keys))
 
-    given = read_config(folder)
+    config = read_config(folder)
     try:
-        build(given)
+        build(config)
     except Exception as refusal:  # process edge: what transformers does with a key may raise anything
-        if key := refused_key(given, build):
+        if key := refused_key(config, build):
             return f"{CONFIG_FILE}: {key}, which transformers rejects ({reason_of(refusal)}); correct or remove it"
     return reason_of(error)
 

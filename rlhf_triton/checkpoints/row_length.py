@@ -22,7 +22,7 @@ def num_positions(get: Callable[[str], Any]) -> Any:
 
     Numbers below 1 mean that there is no limit, such as XLNet's -1.
     """
-    return next((found for name in POSITIONS if (found := get(name))), None)
+    return next((value for name in POSITIONS if (value := get(name))), None)
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:

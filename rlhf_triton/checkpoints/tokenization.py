@@ -31,12 +31,12 @@ def load_tokenizer(folder: Path | str) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder).absolute()  # transformers takes a relative path for a name on the Hub
-    given: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **options)
         if is_rebuilt(tokenizer, folder):
             if _named_class(folder) == PreTrainedTokenizerFast.__name__:
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **given)
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
             else:
                 warn_once(
                     f"{folder}: transformers makes a {type(tokenizer).__name__} of its {TOKENIZER_FILE}, which splits "
@@ -282,10 +282,10 @@ def ids_without_entry(tokenizer: Any, vocab_size: int) -> list[int]:
 def _has_entry(tokenizer: Any, token: int) -> bool:
     """Return whether the token has an entry that `get_vocab` omits, because another token has the same text."""
     try:
-        found = tokenizer.convert_ids_to_tokens(token)
+        entry = tokenizer.convert_ids_to_tokens(token)
     except (LookupError, ValueError):  # raised by tokenizers outside the `tokenizers` library
         return False
-    return found is not None and found != tokenizer.unk_token
+    return entry is not None and entry != tokenizer.unk_token
 
 
 def special_tokens_in(folder: Path) -> SpecialTokens:
@@ -418,5 +418,5 @@ def reply_text(tokenizer: Any, ids: Sequence[int]) -> str:
     reports and reward models read this text.
     """
     padding = {tokenizer.bos_token_id, tokenizer.pad_token_id} & dropped_ids(tokenizer)
-    kept = itertools.dropwhile(padding.__contains__, without_end(tokenizer, ids))
-    return str(tokenizer.decode([*kept], skip_special_tokens=False))
+    content = itertools.dropwhile(padding.__contains__, without_end(tokenizer, ids))
+    return str(tokenizer.decode([*content], skip_special_tokens=False))

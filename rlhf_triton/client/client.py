@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.client.connection import HTTPConnection, Message
+from rlhf_triton.client.connection import HTTPConnection, ServerMessage
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRIES, RETRY_RESERVE, TRAIN_DEADLINE_S, Attempts, RequestCounters, RetryBudget
 from rlhf_triton.client.served import Expected, ServedModel
@@ -137,7 +137,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return await self._infer(model, _rows(rows, metadata, width, prompt_lengths), outputs, versions=versions)
 
     rewards = functools.partialmethod(score, model=contract.REWARD_MODEL)
-    """As `score`, of reward_model, to which `versions` then applies; the critic does not run."""
+    """Score rows as `score` does, with reward_model alone, to which `versions` then applies; runs no critic."""
 
     async def score_sentences(
         self,
@@ -229,7 +229,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             trace = traceparent()
             traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
-            message = Message(model, arrays, outputs, headers, versions.parameters if versions else None)
+            message = ServerMessage(model, arrays, outputs, headers, versions.parameters if versions else None)
             async with self._in_flight:
                 answer = await self.pool.answer(
                     attempts,

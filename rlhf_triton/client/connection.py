@@ -18,7 +18,7 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from rlhf_triton.client.errors import AttemptFailed, Kind
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.client.retry import HINT
 from rlhf_triton.client.served import Expected, ServedModel, served_model
 from rlhf_triton.wire.contract import STORE_ID, Arrays
@@ -35,7 +35,7 @@ HTTP_PORT = "give Triton's HTTP port (server.http_port), not the one for gRPC or
 MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
 
 
-class Message:
+class ServerMessage:
     """An inference request, encoded once for all its attempts."""
 
     def __init__(
@@ -101,7 +101,7 @@ class HTTPConnection:
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
             raise attempt_failure(error, deadline_s) from error
 
-    async def infer(self, message: Message) -> Arrays:
+    async def infer(self, message: ServerMessage) -> Arrays:
         """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
         wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
         answer = await self.http.infer(
@@ -133,15 +133,15 @@ class HTTPConnection:
         if not different:
             self._declared[model] = served
             return served
-        found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
+        value, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
         remedy = "start both from the same YAML"
         if different[0] == STORE_ID:
             remedy = "put run.dir, which has the weights store, on a volume that all servers share"
-        difference = f"{model} has {different[0]} {found}, but {wanted} is expected; {remedy}"
+        difference = f"{model} has {different[0]} {value}, but {wanted} is expected; {remedy}"
         if difference != self._difference:
             logger.warning("%s gets no requests: %s", self._url, difference)
         self._difference = difference
-        raise AttemptFailed(Kind.DIFFERENT, "serves another configuration", difference)
+        raise AttemptFailed(ErrorKind.DIFFERENT, "serves another configuration", difference)
 
     async def get_ready(self, model: str) -> str | None:
         """Return why the model is not ready, or None. Raises AttemptFailed, also if its parameters are unexpected."""
@@ -181,13 +181,13 @@ def attempt_failure(error: Exception, deadline_s: float, *, hint: str = HINT) ->
         why = str(error.message()) if is_triton else f"HTTP {status} without Triton's JSON; {HTTP_PORT}"
         return AttemptFailed.refused(status, why)
     if isinstance(error, asyncio.TimeoutError):
-        return AttemptFailed(Kind.LATE, f"did not respond within {deadline_s:g} s")
+        return AttemptFailed(ErrorKind.LATE, f"did not respond within {deadline_s:g} s")
     if isinstance(error, aiohttp.ClientResponseError):  # not an HTTP status, which tritonclient handles itself
-        return AttemptFailed(Kind.WRONG, "does not answer in HTTP", HTTP_PORT)
+        return AttemptFailed(ErrorKind.WRONG, "does not answer in HTTP", HTTP_PORT)
     if isinstance(error, aiohttp.InvalidURL):
-        return AttemptFailed(Kind.WRONG, "cannot be reached", str(error))
+        return AttemptFailed(ErrorKind.WRONG, "cannot be reached", str(error))
     if isinstance(error, ValueError):
-        return AttemptFailed(Kind.WRONG, "does not answer as Triton does", HTTP_PORT)
+        return AttemptFailed(ErrorKind.WRONG, "does not answer as Triton does", HTTP_PORT)
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
+    kind = ErrorKind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else ErrorKind.LOST
     return AttemptFailed(kind, "cannot be reached", cause, hint=hint)

@@ -290,7 +290,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         if code_of(str(error.message())) == RESTRICTED:
             return (
                 f"{subject}: the key for model control of the server on {self._url} is missing or wrong; set "
-                f"{control_key.VARIABLE} to the content of {control_key.FILE} in the weights folder of its run"
+                f"{control_key.VARIABLE} to the content of {control_key.KEY_FILE} in the weights folder of its run"
             )
         if status == "UNAVAILABLE" and _CONNECTION_ERROR.search(str(error.message())):
             return f"{subject}: the server on {self._url} cannot be reached"

@@ -36,7 +36,7 @@ class RowScores(RowValues):
     rewards: np.ndarray
     """float32 `[n]`, or `[n, A]` if `reward.attribute_weights` is `separate`; NaN where a row has no reward."""
     errors: list[str]
-    """For each row why it has no reward, empty if it has one."""
+    """The reason why a row has no reward, per row; empty if it has one."""
 
 
 class AsyncCriticClient(AsyncClient):
@@ -126,12 +126,12 @@ class AsyncCriticClient(AsyncClient):
         tokens = token_rows(rows)
         client = await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
-        known = per_row(contract.METADATA, metadata, len(tokens), plain_object)
+        rows_metadata = per_row(contract.METADATA, metadata, len(tokens), plain_object)
         lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole_number)
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)
-        answer = await client.score(tokens, outputs, known, prompt_lengths=lengths, versions=versions)
+        answer = await client.score(tokens, outputs, rows_metadata, prompt_lengths=lengths, versions=versions)
         rewards = answer[contract.REWARDS]
         errors = [""] * len(tokens)
         if explained:

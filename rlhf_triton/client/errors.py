@@ -80,7 +80,7 @@ def absence_explained(missing: str) -> Iterator[None]:
         raise RlhfError(f"the server serves {missing} ({error})") from error
 
 
-class Kind(Enum):
+class ErrorKind(Enum):
     """Why an attempt failed."""
 
     UNREACHABLE = "no connection, so nothing was sent"
@@ -97,39 +97,39 @@ class Kind(Enum):
     @property
     def is_final(self) -> bool:
         """Whether a retry would get the same response. (Callers may still retry a 500 of a request that only reads.)"""
-        return self in (Kind.FAILED, Kind.WRONG)
+        return self in (ErrorKind.FAILED, ErrorKind.WRONG)
 
     @property
     def is_refusal(self) -> bool:
         """Whether nothing was executed, and the server currently refuses every request."""
-        return self in (Kind.UNREACHABLE, Kind.UNLOADED, Kind.DIFFERENT)
+        return self in (ErrorKind.UNREACHABLE, ErrorKind.UNLOADED, ErrorKind.DIFFERENT)
 
 
 KINDS = {
-    DEAD_PROCESS: Kind.DEAD,
-    UNTIL_LOADED: Kind.DEAD,
-    LOST_DEVICE: Kind.DEAD,
-    DEMANDED: Kind.OTHER_VERSION,
-    UNLOADED: Kind.UNLOADED,
-    "503": Kind.BUSY,
-    "": Kind.BUSY,
-    "500": Kind.FAILED,
+    DEAD_PROCESS: ErrorKind.DEAD,
+    UNTIL_LOADED: ErrorKind.DEAD,
+    LOST_DEVICE: ErrorKind.DEAD,
+    DEMANDED: ErrorKind.OTHER_VERSION,
+    UNLOADED: ErrorKind.UNLOADED,
+    "503": ErrorKind.BUSY,
+    "": ErrorKind.BUSY,
+    "500": ErrorKind.FAILED,
 }
 
 
 FAILURES = {
-    Kind.FAILED: ServerFailed,
-    Kind.WRONG: RequestRefused,
-    Kind.DIFFERENT: ServersDiffer,
-    Kind.LOST: ResponseLost,
-    Kind.LATE: ResponseLost,
+    ErrorKind.FAILED: ServerFailed,
+    ErrorKind.WRONG: RequestRefused,
+    ErrorKind.DIFFERENT: ServersDiffer,
+    ErrorKind.LOST: ResponseLost,
+    ErrorKind.LATE: ResponseLost,
 }
 
 
 class AttemptFailed(Exception):
     """A failed attempt; raised `from` the original error."""
 
-    def __init__(self, kind: Kind, event: str, why: str = "", *, hint: str = "") -> None:
+    def __init__(self, kind: ErrorKind, event: str, why: str = "", *, hint: str = "") -> None:
         """`event`, `why`, `hint`: parts of a sentence, "critic at host:8000 <event> after 2 attempts: <why><hint>"."""
         super().__init__(event, why)
         self.kind = kind
@@ -142,12 +142,12 @@ class AttemptFailed(Exception):
         """Classify a server's error response; a 503 and an unloaded or dead model are transient."""
         code = code_of(message)
         event = "has no result yet" if code == IN_JOURNAL else "refused"
-        return cls(KINDS.get(code or "no code") or KINDS.get(status, Kind.WRONG), event, message)
+        return cls(KINDS.get(code or "no code") or KINDS.get(status, ErrorKind.WRONG), event, message)
 
     @property
     def is_out_of_order(self) -> bool:
         """Whether the server refuses a step because it has not received the previous step."""
-        return self.kind is Kind.WRONG and code_of(self.why) == STEP_AHEAD
+        return self.kind is ErrorKind.WRONG and code_of(self.why) == STEP_AHEAD
 
     def sentence(self, model: str, url: str, attempts: int) -> str:
         """Return the error message."""

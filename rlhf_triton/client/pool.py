@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client import retry
-from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed, ServersDiffer
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind, RequestFailed, ServersDiffer
 from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
@@ -44,7 +44,7 @@ class ServerPool(Generic[C]):
         """
         Args:
             hint: ends the message if no server is healthy for `max_outage_s`.
-            waits_for_same: if all servers are Kind.DIFFERENT, requests wait for another one instead of failing at once.
+            waits_for_same: if all servers are ErrorKind.DIFFERENT, requests wait for another one instead of failing.
         """
         self.servers: list[Server[C]] = []
         self.training_queue = TrainingQueue()
@@ -120,7 +120,7 @@ class ServerPool(Generic[C]):
         if failure.kind.is_final:
             self.record_success(server, model)
             return False
-        if failure.kind is Kind.DEAD:
+        if failure.kind is ErrorKind.DEAD:
             self._suspend(server, model, failure)
             return True
         if server in self._gone:
@@ -185,7 +185,7 @@ class ServerPool(Generic[C]):
         The pause is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed
         if there is no next attempt.
         """
-        if failure.kind is Kind.OTHER_VERSION and attempts.demanded is not None:
+        if failure.kind is ErrorKind.OTHER_VERSION and attempts.demanded is not None:
             return self._pause_for_version(server, attempts, failure)
         is_lost = await self.record_failure(server, attempts.model, failure)
         goes_elsewhere = is_lost and self.can_accept(attempts.model, excluded=server)
@@ -284,19 +284,19 @@ class ServerPool(Generic[C]):
         async with self._resolving:
             urls = await self._names.urls()
             before = self.servers
-            known = {server.url for server in before}
-            joined = [Server(url=url, connection=self._connect(url)) for url in urls if url not in known]
-            left = [server for server in before if server.url not in urls]
-            self.servers = [*(server for server in before if server not in left), *joined]
-            self._gone += left
+            current_urls = {server.url for server in before}
+            joined = [Server(url=url, connection=self._connect(url)) for url in urls if url not in current_urls]
+            removed = [server for server in before if server.url not in urls]
+            self.servers = [*(server for server in before if server not in removed), *joined]
+            self._gone += removed
             for server in joined if before else []:
                 server.down = "has just joined"
                 self._spawn(self._probe_until_ready(server))
-            for server in left:
+            for server in removed:
                 logger.info("%s has left: it gets no further requests", server.url)
             if not before and self._names.may_change:
                 self._spawn(self._follow_names())
-            if joined or left:
+            if joined or removed:
                 self._wake_waiters()
 
     async def _follow_names(self) -> None:
@@ -314,7 +314,7 @@ class ServerPool(Generic[C]):
         server.losses += 1
         self._fail_waiting(server, failure)
         if len(self.servers) > 1:
-            level = logging.INFO if failure.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
+            level = logging.INFO if failure.kind is ErrorKind.UNLOADED else logging.WARNING  # draining is not a fault
             logger.log(level, "%s gets no requests until it is ready again: %s", server.url, server.down)
         self._spawn(self._probe_until_ready(server))
 
@@ -353,8 +353,8 @@ class ServerPool(Generic[C]):
         return "; ".join(cause for cause in causes if cause) or None
 
     def _fail_waiting(self, server: Server[C], failure: AttemptFailed) -> None:
-        """If the server is Kind.DIFFERENT, mark it as unusable; waiting requests fail once all servers are."""
-        if failure.kind is Kind.DIFFERENT and not self._waits_for_same:
+        """If the server is ErrorKind.DIFFERENT, mark it as unusable; waiting requests fail once all servers are."""
+        if failure.kind is ErrorKind.DIFFERENT and not self._waits_for_same:
             server.unusable = ServersDiffer(f"{server.url} {failure.event}: {failure.why}")
             self._wake_waiters()
 
@@ -368,10 +368,10 @@ class ServerPool(Generic[C]):
         return f"{server.url}: {cause}" if cause else None
 
     def _suspend(self, server: Server[C], model: str, failure: AttemptFailed) -> None:
-        known = server.suspended.get(model)
-        if known and not known.on_trial:  # another request that was in flight has already recorded it
+        suspension = server.suspended.get(model)
+        if suspension and not suspension.on_trial:  # another request that was in flight has already recorded it
             return
-        losses = known.losses + 1 if known else 1
+        losses = suspension.losses + 1 if suspension else 1
         pause_s = backoff_s(retry.BACKOFF_S, losses - 1)
         server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, failure.why)
         asyncio.get_running_loop().call_later(pause_s, self._wake_waiters)
@@ -396,11 +396,11 @@ class ServerPool(Generic[C]):
         await self._changed.wait()
 
     def _causes(self) -> str:
-        found = []
+        lines = []
         for server in self.servers:
             causes = [server.down] if server.down else [f"{m}: {s.cause}" for m, s in server.suspended.items()]
-            found += [f"{server.url}: {cause}" for cause in causes]
-        return "; ".join(found)
+            lines += [f"{server.url}: {cause}" for cause in causes]
+        return "; ".join(lines)
 
     def _wake_waiters(self) -> None:
         """Wake all waiters; end the outage if every model with waiting requests is served again."""

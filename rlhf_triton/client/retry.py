@@ -8,7 +8,7 @@ from rlhf_triton.backoff import backoff_s
 from rlhf_triton.client.errors import (
     FAILURES,
     AttemptFailed,
-    Kind,
+    ErrorKind,
     RequestFailed,
 )
 from rlhf_triton.config import ClientSection
@@ -95,7 +95,7 @@ class Attempts:
     """URLs of the servers that, since the last pause, did not have the demanded versions."""
     retried: int = 0  # attempts after the first
     is_over_budget: bool = False
-    _made: int = 0  # attempts that reached a server
+    _num_attempts: int = 0  # attempts that reached a server
     _pauses: int = 0
     _busy_since: float = 0.0
     _unserved_since: float | None = None
@@ -133,7 +133,7 @@ class Attempts:
             self.retried += 1
             self._pauses += 1
             return backoff_s(BACKOFF_S, self._pauses)
-        if failure.kind is Kind.LATE and not self.repeats_late:
+        if failure.kind is ErrorKind.LATE and not self.repeats_late:
             raise self._failure(failure, url) from failure.__cause__
         self._count_attempt(failure, url)
         if not self.budget.spend():
@@ -143,11 +143,11 @@ class Attempts:
                 f"{cause}; not retried: too many requests fail, so the retry budget is exhausted", failure.why
             ) from failure.__cause__
         self.retried += 1
-        return backoff_s(BACKOFF_S, self._made - 1)
+        return backoff_s(BACKOFF_S, self._num_attempts - 1)
 
     def _retry_outage(self, failure: AttemptFailed, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""
-        if failure.kind is not Kind.BUSY or not self.outlast_s:
+        if failure.kind is not ErrorKind.BUSY or not self.outlast_s:
             return False
         if not self._pauses:
             self._busy_since = time.monotonic()
@@ -155,9 +155,9 @@ class Attempts:
         return time.monotonic() - self._busy_since < self.outlast_s
 
     def _count_attempt(self, failure: AttemptFailed, url: str) -> None:
-        self._made += 1
-        is_final = failure.kind.is_final and not (failure.kind is Kind.FAILED and self.repeats_failures)
-        if is_final or self._made > self.retries:
+        self._num_attempts += 1
+        is_final = failure.kind.is_final and not (failure.kind is ErrorKind.FAILED and self.repeats_failures)
+        if is_final or self._num_attempts > self.retries:
             raise self._failure(failure, url) from failure.__cause__
 
     def _failure(self, failure: AttemptFailed, url: str) -> RequestFailed:

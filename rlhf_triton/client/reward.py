@@ -16,13 +16,13 @@ from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_obje
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.wire.chats import Messages
 from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange, whole_number
 from rlhf_triton.wire.messages import BadMessages, plain_messages, warn_once
 
 logger = logging.getLogger(__name__)
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Input: TypeAlias = str | tuple[str | Messages, str] | Messages | Sequence[int] | np.ndarray
-FORMS = "a text, a pair (prompt, response), the messages of a chat, or token ids"
+ROW_FORMS = "a text, a pair (prompt, response), the messages of a chat, or token ids"
 NO_REWARD = "no reward: its YAML needs a section `reward`, or `rewards`"
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
 
@@ -35,15 +35,15 @@ class Scores(np.ndarray):
     """
 
     errors: list[str]
-    """For each row why it has no reward, empty if it has one."""
+    """The reason why a row has no reward, per row; empty if it has one."""
     versions: list[int | None]
     """Version of the reward model's weights that scored each row; None if the reward has no versions."""
     components: dict[str, np.ndarray]
-    """For a sum of rewards: each term by its name, float32 `[n]`, NaN where it failed."""
+    """The terms of a sum of rewards by name, float32 `[n]` each, NaN where a term failed."""
     steps: list[np.ndarray]
-    """For a process reward: the rewards of each row's steps, float32 `[k_i]`; otherwise empty."""
+    """A process reward's scores of each row's steps, float32 `[k_i]`; empty for other rewards."""
     step_ends: list[np.ndarray]
-    """For a process reward: index of each step's last token; for a text, the number of characters up to its end."""
+    """A process reward's step ends: index of each step's last token; for a text, number of characters up to its end."""
 
     @classmethod
     def of(cls, results: Sequence[RowResult], served: ServedModel) -> "Scores":
@@ -60,16 +60,16 @@ class Scores(np.ndarray):
                 terms[i] = [math.nan if term is None else term for term in result.components]
         self.components = {name: terms[:, k] for k, name in enumerate(served.components)}
         empty = (np.empty(0, np.float32), np.empty(0, np.int64))
-        found = [result.steps or empty for result in results] if served.granularity else []
-        self.steps = [rewards for rewards, _ in found]
-        self.step_ends = [ends for _, ends in found]
+        steps = [result.steps or empty for result in results] if served.granularity else []
+        self.steps = [rewards for rewards, _ in steps]
+        self.step_ends = [ends for _, ends in steps]
         return self
 
     def __getitem__(self, key: Any) -> Any:
         return np.asarray(self)[key]
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
-        plain = [np.asarray(each) if isinstance(each, Scores) else each for each in inputs]
+        plain = [np.asarray(value) if isinstance(value, Scores) else value for value in inputs]
         return getattr(ufunc, method)(*plain, **options)
 
 
@@ -198,8 +198,8 @@ def triton_reward(
         if isinstance(prompt, str) and not isinstance(completion, str):
             raise ContractError(f"prompts[{i}]: {prompt!r:.80}, must be messages, as completions[{i}] is")
         rows.append((prompt, completion) if isinstance(completion, str) else [*prompt, *completion])
-    known = {name: values for name, values in columns.items() if is_column(name, values, len(rows))}
-    metadata = [{name: values[i] for name, values in known.items()} for i in range(len(rows))]
+    row_columns = {name: values for name, values in columns.items() if is_column(name, values, len(rows))}
+    metadata = [{name: values[i] for name, values in row_columns.items()} for i in range(len(rows))]
     scores = client.score(rows, metadata)
     missing = [error for error in scores.errors if error]
     if missing:
@@ -258,26 +258,26 @@ def rows_of(
     inputs: Sequence[Input], metadata: Sequence[Mapping[str, Any]] | None, prompt_lengths: Sequence[int] | None
 ) -> list[Row]:
     """Return the rows to score. Raises ContractError with the row that is invalid."""
-    given = listed("inputs", inputs)
-    first = given[0] if given else ""
+    entries = listed("inputs", inputs)
+    first = entries[0] if entries else ""
     is_number = isinstance(first, int | float) or (getattr(first, "shape", None) == () and not isinstance(first, str))
-    is_pair = isinstance(inputs, tuple) and len(given) == 2 and isinstance(given[1], str)  # or two texts
+    is_pair = isinstance(inputs, tuple) and len(entries) == 2 and isinstance(entries[1], str)  # or two texts
     if is_number or is_pair or isinstance(first, Mapping):
         raise not_rows("inputs", inputs)
-    columns = per_row("metadata", metadata, len(given), plain_object) or [{}] * len(given)
-    lengths = per_row("prompt_lengths", prompt_lengths, len(given), whole_number) or [0] * len(given)
-    found = []
-    for i, (each, known, length) in enumerate(zip(given, columns, lengths, strict=True)):
-        if taken := RESERVED & known.keys():
-            raise ContractError(f"metadata[{i}].{min(taken)}: a reserved name; put it into the row, or rename it")
-        row = _row(i, each, known)
+    columns = per_row("metadata", metadata, len(entries), plain_object) or [{}] * len(entries)
+    lengths = per_row("prompt_lengths", prompt_lengths, len(entries), whole_number) or [0] * len(entries)
+    rows = []
+    for i, (entry, row_metadata, length) in enumerate(zip(entries, columns, lengths, strict=True)):
+        if reserved := RESERVED & row_metadata.keys():
+            raise ContractError(f"metadata[{i}].{min(reserved)}: a reserved name; put it into the row, or rename it")
+        row = _row(i, entry, row_metadata)
         if length:
             if row.tokens is None or not 0 < length < len(row.tokens):
                 most = "0, as the row is a text" if row.tokens is None else f"0 to {len(row.tokens) - 1}"
                 raise ContractError(f"prompt_lengths[{i}]: {length}, must be {most}")
             row = replace(row, prompt_length=length)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
@@ -289,7 +289,7 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         or not hasattr(value, "__getitem__")
         or getattr(value, "ndim", 1) == 0
     ):
-        raise ContractError(f"{where}: {value!r:.80}, must be {FORMS}")
+        raise ContractError(f"{where}: {value!r:.80}, must be {ROW_FORMS}")
     prompt, response = value if len(value) == 2 else (None, None)
     if isinstance(response, str):
         prompt = text_or_messages(f"{where}[0]", prompt)
@@ -305,7 +305,7 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         (tokens,) = token_rows([value])
     except ContractError as error:
         reason = str(error).removeprefix("tokens[0]: ")
-        raise ContractError(f"{where}: {reason}; a row is {FORMS}") from error
+        raise ContractError(f"{where}: {reason}; a row is {ROW_FORMS}") from error
     return Row(tokens=tokens, metadata=metadata)
 
 

@@ -101,8 +101,8 @@ def text_row(prompt: str, response: str, metadata: dict[str, Any]) -> Row:
 
 def chat_row(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> Row:
     """Return the row of a conversation; a final message of the assistant is the reply, as in a row of a run."""
-    text, known = with_reply(messages, "", metadata)
-    return Row((text,), metadata=known)
+    text, columns = with_reply(messages, "", metadata)
+    return Row((text,), metadata=columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,11 @@ class RewardSource:
                 return [late] * len(part)
 
         parts = await halved(rows, results, _failed, unit=1 if divisible else len(rows))
-        return [*itertools.chain(*(found if isinstance(found, list) else [found] * len(part) for part, found in parts))]
+        return [
+            *itertools.chain(
+                *(outcome if isinstance(outcome, list) else [outcome] * len(part) for part, outcome in parts)
+            )
+        ]
 
     async def _ask(self, rows: Sequence[Row], further: Collection[str], versions: VersionRange | None) -> Arrays:
         served = await self.served()
@@ -321,4 +325,4 @@ def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
 def _row_message(message: str) -> str:
     """Return the server's message about the only row of a request without tensors and the row's index."""
     message = message.replace(f"{METADATA}[0].{MESSAGES}", MESSAGES)
-    return ROW_IN_MESSAGE.sub(lambda found: OUR_NAMES[found[1]] + (f"[{found[2]}]" if found[2] else ""), message)
+    return ROW_IN_MESSAGE.sub(lambda match: OUR_NAMES[match[1]] + (f"[{match[2]}]" if match[2] else ""), message)

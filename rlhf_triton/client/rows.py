@@ -36,10 +36,10 @@ def per_row(name: str, entries: Any, num_rows: int, read: Callable[[str, Any], T
     """
     if entries is None:
         return None
-    found = listed(name, entries)
-    if len(found) != num_rows:
-        raise ContractError(f"{name}: {len(found)} entries for {num_rows} rows")
-    return [read(f"{name}[{i}]", each) for i, each in enumerate(found)]
+    values = listed(name, entries)
+    if len(values) != num_rows:
+        raise ContractError(f"{name}: {len(values)} entries for {num_rows} rows")
+    return [read(f"{name}[{i}]", value) for i, value in enumerate(values)]
 
 
 def plain_object(name: str, value: Any) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def training_arrays(tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) 
     """Return the packed payload of critic_train; see `training_payload.TrainPayload`. Raises ContractError."""
     rows = token_rows(tokens)
     targets = {
-        name: _targets(name, given, rows)
-        for name, given in ((RETURNS, returns), (PREV_VALUES, prev_values), (MASK, mask))
+        name: _targets(name, values, rows)
+        for name, values in ((RETURNS, returns), (PREV_VALUES, prev_values), (MASK, mask))
     }
     for i, row in enumerate(targets[MASK]):
         if (row < 0).any():

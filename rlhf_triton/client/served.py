@@ -47,7 +47,7 @@ MAY_DIFFER = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What a served model declares; the fields from `components` on describe a reward."""
+    """A served model's declaration; the fields from `components` on describe a reward."""
 
     parameters: Mapping[str, str] = field(default_factory=dict)
     """All parameters, as text."""

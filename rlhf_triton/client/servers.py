@@ -81,8 +81,8 @@ class ServerNames:
 
     async def urls(self) -> list[str]:
         """Return the distinct `host:port` of all servers. Raises RequestFailed if a name has never been resolved."""
-        found = [url for address in self._addresses for url in await self._resolved(address)]
-        return list(dict.fromkeys(found))
+        urls = [url for address in self._addresses for url in await self._resolved(address)]
+        return list(dict.fromkeys(urls))
 
     async def _resolved(self, address: str) -> list[str]:
         if not address.startswith(DNS_PREFIX):

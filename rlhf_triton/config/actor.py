@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, mo
 
 from rlhf_triton.config.algorithms import (
     ALGORITHMS,
-    GATES,
+    DIVERGENCES,
     LOSSES,
     AdvantageName,
     Algorithm,
@@ -140,14 +140,14 @@ class CorrectionSection(Section):
         """Upper end of the range: `high`, or its default for the mode."""
         if self.high is not None:
             return self.high
-        gate = GATES.get(self.mode)
+        gate = DIVERGENCES.get(self.mode)
         if gate is None:
             return 2.0
         return gate.token if self.level == "token" else gate.sequence
 
     @model_validator(mode="after")
     def _consistent(self) -> CorrectionSection:
-        if self.mode in GATES and (self.low or self.level == "geometric"):
+        if self.mode in DIVERGENCES and (self.low or self.level == "geometric"):
             setting = f"low ({self.low:g})" if self.low else f"level ({self.level})"
             raise ValueError(
                 f"actor.algorithm.correction.{setting} does not apply to mode: {self.mode}, which has only an upper "
@@ -436,8 +436,8 @@ def check_actor(actor: ActorSection) -> None:
 def _check_prompts(prompts: PromptsSection) -> None:
     """Reject `files` in addition to `path`, an empty list without `path`, and a file that is listed twice."""
     files = prompts.files
-    given = prompts.model_fields_set
-    if not files and "files" in given and "path" not in given:
+    fields = prompts.model_fields_set
+    if not files and "files" in fields and "path" not in fields:
         raise ValueError("actor.prompts.files is empty; list a file, or set actor.prompts.path")
     if files and prompts.path != PromptsSection().path:
         raise ValueError(

@@ -190,7 +190,7 @@ LOSSES = {
         is_gate=True,
     ),
 }
-GATES = {  # mode of a correction -> its divergence
+DIVERGENCES = {  # mode of a correction -> its divergence
     "binary_kl": Gate("rlhf_triton.actor.algorithms.importance:binary_kl", token=0.05, sequence=3e-3),
     "binary_tv": Gate(
         "rlhf_triton.actor.algorithms.importance:binary_tv", token=0.2, sequence=0.2
@@ -203,7 +203,7 @@ KL_ESTIMATORS = {
     "k3": "rlhf_triton.actor.algorithms.kl:k3",
     "unbiased": "rlhf_triton.actor.algorithms.kl:k3",  # in the loss times the probability ratio, see `kl_loss`
 }
-FILE = "path/to/file.py:name"
+FILE_FORM = "path/to/file.py:name"
 
 
 OFFLINE = ("bco", "cpo", "dpo", "ipo", "kto", "orpo", "rft", "sft", "simpo")  # methods without sampling, for a message
@@ -222,7 +222,7 @@ def _one_of(*names: str, or_file: bool = False) -> AfterValidator:
                 f"{value} trains on given answers, but this project on answers that the policy samples; use TRL for "
                 f"{value}, or choose one of {', '.join(names)}"
             )
-        valid = ", ".join(map(repr, names)) + (f", or {FILE}" if or_file else "")
+        valid = ", ".join(map(repr, names)) + (f", or {FILE_FORM}" if or_file else "")
         raise ValueError(f"must be one of {valid}{hint_at_choice(value, names)}")
 
     return AfterValidator(check)
@@ -233,6 +233,6 @@ def _documented(*names: str) -> WithJsonSchema:
 
 
 AlgorithmName: TypeAlias = Annotated[str, _one_of(*ALGORITHMS), _documented(*ALGORITHMS)]
-AdvantageName: TypeAlias = Annotated[str, _one_of("auto", or_file=True), _documented("auto", FILE)]
-LossName: TypeAlias = Annotated[str, _one_of("auto", *LOSSES, or_file=True), _documented("auto", *LOSSES, FILE)]
+AdvantageName: TypeAlias = Annotated[str, _one_of("auto", or_file=True), _documented("auto", FILE_FORM)]
+LossName: TypeAlias = Annotated[str, _one_of("auto", *LOSSES, or_file=True), _documented("auto", *LOSSES, FILE_FORM)]
 EstimatorName: TypeAlias = Annotated[str, _one_of("auto", *KL_ESTIMATORS), _documented("auto", *KL_ESTIMATORS)]

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 AnySection = TypeVar("AnySection", bound=BaseModel)
 
 MODELS = ("reward", "critic", "reference")
-FIXED: dict[str, Any] = {
+REQUIRED_VALUES: dict[str, Any] = {
     "actor.max_staleness": 0,  # otherwise timing decides which critic version scores a row
     "actor.rewards.max_failed_fraction": 0.0,  # a masked row changes the update
     "actor.max_off_policy_steps": 0,  # timing decides which tokens an older policy samples
@@ -20,14 +20,14 @@ FIXED: dict[str, Any] = {
 
 
 def with_fixed_values(config: AnySection) -> AnySection:
-    """Return the configuration with the values in `FIXED` and machine-independent values for `threads`.
+    """Return the configuration with the values in `REQUIRED_VALUES` and machine-independent values for `threads`.
 
     Sets `token_budget` to 1, so that each row gets its own forward pass.
 
     Raises:
-        ValueError: a key in `FIXED` was set to another value; the message names key, value and remedy.
+        ValueError: a key in `REQUIRED_VALUES` was set to another value; the message names key, value and remedy.
     """
-    for key, value in FIXED.items():
+    for key, value in REQUIRED_VALUES.items():
         config = _with_setting(config, key.split("."), value, key)
     for role in MODELS:
         section = getattr(config, role)

@@ -28,8 +28,8 @@ def _full_ipv4(host: str) -> str:
     The C library resolves such an address, but gRPC and aiohttp refuse it.
     """
     with contextlib.suppress(OSError, ValueError):
-        found = socket.getaddrinfo(host, None, socket.AF_INET, flags=socket.AI_NUMERICHOST)
-        return str(found[0][4][0])
+        addresses = socket.getaddrinfo(host, None, socket.AF_INET, flags=socket.AI_NUMERICHOST)
+        return str(addresses[0][4][0])
     return host
 
 
@@ -131,8 +131,8 @@ DNS_PREFIX = "dns:"
 
 
 def _address(value: str) -> str:
-    found = re.fullmatch(r"(?:dns:)?(?:[^\s/:@,]+|\[[^\s/@,\]]+\]):([0-9]+)", value)
-    if found is None or int(found[1]) > 65535:
+    match = re.fullmatch(r"(?:dns:)?(?:[^\s/:@,]+|\[[^\s/@,\]]+\]):([0-9]+)", value)
+    if match is None or int(match[1]) > 65535:
         raise ValueError("must be host:port, [IPv6]:port or dns:name:port, with a port of at most 65535")
     host, _, port = value.rpartition(":")
     return f"{_full_ipv4(host)}:{port}"

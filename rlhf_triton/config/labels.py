@@ -20,16 +20,16 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
         CheckpointError: the folder is not a reward model; the weights do not fit its labels; or it has several labels,
             and no setting says which is the reward.
     """
-    given = reward.attribute_weights
-    if given == "separate":
+    weights = reward.attribute_weights
+    if weights == "separate":
         return "separate"
-    if reward.logit is not None or (given is None and not (reward.model / CONFIG_FILE).is_file()):
+    if reward.logit is not None or (weights is None and not (reward.model / CONFIG_FILE).is_file()):
         return None  # no labels needed, or the committed repository, which is rendered without a checkpoint
     info = inspect_checkpoint(reward.model)
     count = reward_head(info).num_labels
     names = info.label_names
     listed = f"{reward.model} has {count} {'label' if count == 1 else 'labels'} ({', '.join(names)})"
-    if given is None:
+    if weights is None:
         ways = choices(names, good=names[-1 if info.good_label is None else info.good_label])
         if reward.process is not None:
             is_open = count > 2 or (count == 2 and info.good_label is None)
@@ -39,22 +39,22 @@ def attribute_weights(reward: RewardSection) -> list[float] | Literal["separate"
         if is_open:
             raise CheckpointError(f"{listed}, but no setting says which is the reward; set {' or '.join(ways)}")
         return None
-    if not isinstance(given, dict):
-        if len(given) != count:
+    if not isinstance(weights, dict):
+        if len(weights) != count:
             raise CheckpointError(
-                f"{listed}, but reward.attribute_weights has {len(given)} numbers; give one per label, in this order "
+                f"{listed}, but reward.attribute_weights has {len(weights)} numbers; give one per label, in this order "
                 "or by name"
             )
-        return given
+        return weights
     wrong = {
-        "unknown": [name for name in given if name not in names],
-        "missing": [name for name in names if name not in given],
+        "unknown": [name for name in weights if name not in names],
+        "missing": [name for name in names if name not in weights],
         "several times": [name for name, times in Counter(names).items() if times > 1],
     }
     if any(wrong.values()):
-        found = "; ".join(f"{what}: {', '.join(which)}" for what, which in wrong.items() if which)
-        raise CheckpointError(f"{listed}, each of which reward.attribute_weights must name once ({found})")
-    return [given[name] for name in names]
+        problems = "; ".join(f"{what}: {', '.join(which)}" for what, which in wrong.items() if which)
+        raise CheckpointError(f"{listed}, each of which reward.attribute_weights must name once ({problems})")
+    return [weights[name] for name in names]
 
 
 def choices(names: Sequence[str], good: str) -> list[str]:

@@ -86,10 +86,10 @@ def _with_reference(config: RunConfig) -> RunConfig:
 
     Raises ValueError if the reference is served and its dtype differs from the policy's.
     """
-    given = config.reference.model_fields_set
+    fields_set = config.reference.model_fields_set
     actor = config.actor
     defaults = {"model": actor.policy.model, "dtype": actor.policy.precision}
-    update = {name: value for name, value in defaults.items() if name not in given}
+    update = {name: value for name, value in defaults.items() if name not in fields_set}
     reference = config.reference.model_copy(update=update)
     if actor.kl.serves_reference and reference.dtype != actor.policy.precision:
         raise ValueError(

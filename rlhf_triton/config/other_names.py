@@ -325,13 +325,13 @@ def hint_at(path: str, valid: Collection[str]) -> str | None:
     end = next((end for end in _ends(section) if end in _SECTIONS), "") if is_theirs else ""
     ours = _SECTIONS.get(end, "")
     names = _names_in(ours or (section if root in valid else _SECTIONS.get(root, "")))
-    known = next((other for other in _ends(path) if other.rfind(".") >= max(1, len(end)) and other in names), None)
-    if known is None and f"{ours}.{name}" in valid:
+    their_name = next((other for other in _ends(path) if other.rfind(".") >= max(1, len(end)) and other in names), None)
+    if their_name is None and f"{ours}.{name}" in valid:
         return f"did you mean {ours}.{name}?"
-    if known is None and name in names and (ours or not is_theirs):
-        known = name
-    if known is not None:
-        return _sentence(known, names[known])
+    if their_name is None and name in names and (ours or not is_theirs):
+        their_name = name
+    if their_name is not None:
+        return _sentence(their_name, names[their_name])
     return _sentence("", "") if is_theirs else None
 
 
@@ -339,8 +339,8 @@ def hint_near(path: str) -> str | None:
     """Return a hint if the last part of `path` is a misspelt name of another trainer; otherwise None."""
     section, _, name = path.rpartition(".")
     names = _names_in(section)
-    found = closest(name, names)
-    return None if found is None else _sentence(found, names[found])
+    closest_name = closest(name, names)
+    return None if closest_name is None else _sentence(closest_name, names[closest_name])
 
 
 def hint_at_value(section: str, value: Any, keys: Collection[str]) -> str:

@@ -61,7 +61,7 @@ def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
         return []
     torch = importlib.import_module("torch")
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = (
+    available = (
         f"torch, built for CUDA {torch.version.cuda}, can use {usable}; update the driver if nvidia-smi shows a lower "
         "version"
         if torch.version.cuda
@@ -69,7 +69,7 @@ def missing_gpus(config: RunConfig, *roles: str) -> list[str]:
     )
     needed = {place: int(place.gpus[-1].partition(":")[2]) + 1 for place in places}
     return [
-        f"{place.key}: {place.gpus[-1]} needs {count} {'GPU' if count == 1 else 'GPUs'}; {found}"
+        f"{place.key}: {place.gpus[-1]} needs {count} {'GPU' if count == 1 else 'GPUs'}; {available}"
         + (", or set it to cpu" if place.key.endswith(".device") else "")
         for place, count in needed.items()
         if count > usable
@@ -238,8 +238,8 @@ def _problem_of(check: Callable[..., object], *arguments: Any) -> str | None:
 
 def _function_problems(specs: Mapping[str, str]) -> dict[str, str | None]:
     """Return the problem, or None, with each user's function that is in a file, by configuration key."""
-    found = {key: FILE_SPEC.fullmatch(spec) for key, spec in specs.items()}
-    return {key: _function_problem(Path(file["file"]), file["name"]) for key, file in found.items() if file}
+    matches = {key: FILE_SPEC.fullmatch(spec) for key, spec in specs.items()}
+    return {key: _function_problem(Path(file["file"]), file["name"]) for key, file in matches.items() if file}
 
 
 def _function_problem(file: Path, name: str) -> str | None:

@@ -206,7 +206,7 @@ def text_parameters(reward: RewardSection) -> dict[str, str]:
         ValueError: the template's file cannot be read.
     """
     process = reward.process
-    found = {
+    parameters = {
         **client_parameters(reward),
         "text": reward.text,
         "step_separator": None if process is None else process.separator,
@@ -216,7 +216,7 @@ def text_parameters(reward: RewardSection) -> dict[str, str]:
         "score": None if reward.score == "auto" else reward.score,
         "generation_prompt": "true" if reward.generation_prompt else None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def client_parameters(reward: RewardSection) -> dict[str, str | None]:

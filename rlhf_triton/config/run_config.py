@@ -100,8 +100,8 @@ class RunConfig(Section):
         if isinstance(name, str) and name in ALGORITHMS:
             for key, value in ALGORITHMS[name].recipe.items():
                 section, _, last = key.rpartition(".")
-                found = value_at(data, section)
-                if found is None or (isinstance(found, dict) and last not in found):
+                values = value_at(data, section)
+                if values is None or (isinstance(values, dict) and last not in values):
                     data = with_value(data, key, value)
         return data
 
@@ -170,11 +170,11 @@ class RunConfig(Section):
     def published_choices(self) -> str:
         """The algorithm's settings as text for a log line, with the published values where they differ."""
         algorithm = self.actor.algorithm
-        found = [f"actor.algorithm.loss {algorithm.loss_name} (clip {', '.join(f'{x:g}' for x in algorithm.clip)})"]
+        choices = [f"actor.algorithm.loss {algorithm.loss_name} (clip {', '.join(f'{x:g}' for x in algorithm.clip)})"]
         for key, value in algorithm.defaults.recipe.items():
             chosen = functools.reduce(getattr, key.split("."), cast(Any, self))
-            found.append(f"{key} {chosen}" if chosen == value else f"{key} {chosen} (published: {value})")
-        return ", ".join(found)
+            choices.append(f"{key} {chosen}" if chosen == value else f"{key} {chosen} (published: {value})")
+        return ", ".join(choices)
 
     @property
     def server_dir(self) -> Path:
@@ -244,7 +244,7 @@ class RunConfig(Section):
         vllm = self.actor.generation.vllm
         apart = bool(self.actor.client.servers)
         server, trainer, actor = ("server", "trainer", "actor") if apart else ("", "", "")
-        found = [
+        places = [
             Place(
                 f"{key}.device",
                 devices_of(section.device, section.tensor_parallel),
@@ -255,15 +255,15 @@ class RunConfig(Section):
         ]
         if self.serves_critic:
             ranks = ranks_here(self.trainer.ranks)
-            found.append(Place("trainer.device", devices_of(self.trainer.device, ranks), trainer))
+            places.append(Place("trainer.device", devices_of(self.trainer.device, ranks), trainer))
         if self.has_actor:
             ranks = ranks_here(self.actor.ranks)
-            found.append(Place("actor.policy.device", devices_of(self.actor.policy.device, ranks), actor))
+            places.append(Place("actor.policy.device", devices_of(self.actor.policy.device, ranks), actor))
             if self.actor.generation.engine == "vllm" and not vllm.servers:
                 named = (vllm.cuda_devices or "").split(",")
                 gpus = tuple(f"cuda:{index.strip()}" for index in named if index.strip().isdigit())
-                found.append(Place("actor.generation.vllm.cuda_devices", gpus, actor))
-        return found
+                places.append(Place("actor.generation.vllm.cuda_devices", gpus, actor))
+        return places
 
     @property
     def gpu_precisions(self) -> str:

@@ -252,11 +252,12 @@ class RewardSection(ModelSection, TokenRewardSettings):
 
     @model_validator(mode="after")
     def _weighted(self) -> RewardSection:
-        given = self.attribute_weights
-        weights = given.values() if isinstance(given, dict) else given
-        if given not in (None, "separate") and not any(weights or ()):
+        configured = self.attribute_weights
+        weights = configured.values() if isinstance(configured, dict) else configured
+        if configured not in (None, "separate") and not any(weights or ()):
             raise ValueError(
-                f"reward.attribute_weights ({given}) are all 0, so every reward would be 0; set one to another value"
+                f"reward.attribute_weights ({configured}) are all 0, so every reward would be 0; set one to another "
+                "value"
             )
         return self
 

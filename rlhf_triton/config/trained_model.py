@@ -54,16 +54,16 @@ class TrainedSection(Section):
 def decisive_settings(key: str, section: Section) -> dict[str, Any]:
     """Return the settings of the section `key` that are not `Resume.FREE`, by full key, as JSON values."""
     values = section.model_dump(mode="json")
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         inner = getattr(section, name)
         if Resume.FREE in field.metadata:
             continue
         if isinstance(inner, Section):
-            found |= decisive_settings(f"{key}.{name}", inner)
+            settings |= decisive_settings(f"{key}.{name}", inner)
         else:
-            found[f"{key}.{name}"] = values[name]
-    return found
+            settings[f"{key}.{name}"] = values[name]
+    return settings
 
 
 def resume_marks(key: str, section: type[Section]) -> dict[str, Resume]:

@@ -15,11 +15,11 @@ _TYPE = re.compile(r"[A-Z]\w*|.*[\[-].*|int|float|str|bool")  # matches type nam
 
 def problems_of(errors: Iterable[Any]) -> Iterator[tuple[str, str]]:
     """Yield location and description of pydantic's errors; a union's errors, one per type, become one."""
-    found: dict[str, list[Any]] = {}
+    by_location: dict[str, list[Any]] = {}
     for item in errors:
-        found.setdefault(_location(item), []).append(item)
-    for location, items in found.items():
-        if any(other.startswith(f"{location}.") for other in found):  # reported there, more precisely
+        by_location.setdefault(_location(item), []).append(item)
+    for location, items in by_location.items():
+        if any(other.startswith(f"{location}.") for other in by_location):  # reported there, more precisely
             continue
         if len(items) == 1:
             yield from _describe(items[0], location)
@@ -90,13 +90,13 @@ def _invalid(item: Any, location: str, valid: list[str]) -> str:
 def _unknown(location: str, valid: list[str]) -> str:
     path = re.sub(r"\.\d+", "", location)
     section, _, name = path.rpartition(".")
-    known = _keys_in(section, valid)
+    keys = _keys_in(section, valid)
     hint = hint_at(path, valid)
     if hint is None and name not in GENERIC:
-        near = closest(name, known)
-        ours = known[near] if near else _elsewhere(path, valid)
+        near = closest(name, keys)
+        ours = keys[near] if near else _elsewhere(path, valid)
         hint = f"did you mean {ours}?" if ours else hint_near(path)
-    return f"unknown key {location}; {hint or 'known: ' + ', '.join(known.values())}"
+    return f"unknown key {location}; {hint or 'known: ' + ', '.join(keys.values())}"
 
 
 def _elsewhere(path: str, valid: list[str]) -> str | None:

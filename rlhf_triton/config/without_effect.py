@@ -23,8 +23,8 @@ DISCOUNTING = (
 
 def effect_line(config: RunConfig) -> str:
     """Return `without_effect` as a log line; "" if every setting has an effect."""
-    found = without_effect(config)
-    return f"settings without effect in this run: {'; '.join(found)}" if found else ""
+    unused = without_effect(config)
+    return f"settings without effect in this run: {'; '.join(unused)}" if unused else ""
 
 
 def without_effect(config: RunConfig) -> list[str]:
@@ -33,14 +33,14 @@ def without_effect(config: RunConfig) -> list[str]:
     Contradictory settings are refused when the configuration is loaded. Settings without effect are harmless, unless
     the user meant something else, such as the policy by `trainer.optimizer.lr`.
     """
-    left = sorted(config.written)
-    found = []
+    remaining = sorted(config.written)
+    unused = []
     for applies, why, keys in (*_serving_rules(config), *(_actor_rules(config) if config.has_actor else ())):
-        named = [key for key in left if applies and any(f"{key}.".startswith(f"{each}.") for each in keys)]
+        named = [key for key in remaining if applies and any(f"{key}.".startswith(f"{each}.") for each in keys)]
         if named:
-            found.append(f"{', '.join(named)} ({why})")
-            left = [key for key in left if key not in named]
-    return found
+            unused.append(f"{', '.join(named)} ({why})")
+            remaining = [key for key in remaining if key not in named]
+    return unused
 
 
 def _serving_rules(config: RunConfig) -> Iterator[Rule]:

@@ -76,19 +76,19 @@ def named_layers(model: Any, lora: Lora, output: nn.Module) -> list[str]:
         return []
     outputs = {*output.modules()}
     linear = [path for path, module in model.named_modules() if type(module) in LAYERS and module not in outputs]
-    found: list[str] = []
+    layers: list[str] = []
     for target in lora.targets:
         paths = [path for path in linear if path == target or path.endswith(f".{target}")]
         if not paths:
-            known = sorted({path.rpartition(".")[2] for path in linear})
-            near = difflib.get_close_matches(target, known, n=1)
+            last_parts = sorted({path.rpartition(".")[2] for path in linear})
+            near = difflib.get_close_matches(target, last_parts, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise CheckpointError(
                 f"{lora.section}.lora_targets: {target!r} matches no linear layer of {model.name_or_path} that "
-                f"supports adapters{hint}; choose from {', '.join(known)}"
+                f"supports adapters{hint}; choose from {', '.join(last_parts)}"
             )
-        found += paths
-    return found
+        layers += paths
+    return layers
 
 
 def _plain(path: str) -> str:

@@ -20,7 +20,7 @@ from rlhf_triton.models.gpu import Array, to_device
 from rlhf_triton.wire.contract import Limits
 
 logger = logging.getLogger(__name__)
-Forward = Callable[..., Tensor]
+ModelForward = Callable[..., Tensor]
 # tokens of the two probe rows
 SHORT = 3
 LONG = 9
@@ -59,12 +59,12 @@ def limits_of(model: Any) -> Limits:
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             positions = module.num_embeddings - module.padding_idx - 1
     limits = positions, stable_length(model.config.to_dict())
-    known = [int(limit) for limit in limits if limit and limit > 0]
-    return Limits(model.get_input_embeddings().num_embeddings, min(known, default=None))
+    positive = [int(limit) for limit in limits if limit and limit > 0]
+    return Limits(model.get_input_embeddings().num_embeddings, min(positive, default=None))
 
 
 @torch.no_grad()
-def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) -> bool:
+def depends_on_padding(model: Any, forward: ModelForward, *, is_masked: bool = True) -> bool:
     """Return whether the outputs of `forward` for a row depend on its padding; if so, log by how much.
 
     Compares the outputs of a short row alone, next to a longer row, with another padding id, and in a wider batch.
@@ -86,8 +86,11 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
     def outputs(rows: list[Tensor], width: int, padding: int = 0) -> list[Tensor]:
         ids = torch.stack([F.pad(row, (0, width - len(row)), value=padding) for row in rows])
         attention = torch.stack([F.pad(torch.ones_like(row), (0, width - len(row))) for row in rows])
-        found = forward(ids, attention).float()
-        return [each[: len(row)] if found.ndim == 3 else each for each, row in zip(found, rows, strict=True)]
+        padded = forward(ids, attention).float()
+        return [
+            row_outputs[: len(row)] if padded.ndim == 3 else row_outputs
+            for row_outputs, row in zip(padded, rows, strict=True)
+        ]
 
     (alone,) = outputs([short], len(short))
     (beside, longer) = outputs([short, long], longest)
@@ -116,7 +119,7 @@ def depends_on_padding(model: Any, forward: Forward, *, is_masked: bool = True) 
     return True
 
 
-def one_by_one(forward: Forward, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+def one_by_one(forward: ModelForward, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
     """Run `forward` on each row separately, without its padding; return the outputs of all rows.
 
     Token outputs `[B, S, A]` are 0 at padding; pooled outputs are `[B, A]`. Waits for the device once.
@@ -124,8 +127,8 @@ def one_by_one(forward: Forward, ids: Tensor, attention: Tensor, **types: Tensor
     outputs = []
     for i, length in enumerate(attention.sum(1).tolist()):
         row = {name: each[i : i + 1, :length] for name, each in types.items()}
-        found = forward(ids[i : i + 1, :length], attention[i : i + 1, :length], **row)[0]
-        outputs.append(F.pad(found, (0, 0, 0, ids.shape[1] - length)) if found.ndim == 2 else found)
+        output = forward(ids[i : i + 1, :length], attention[i : i + 1, :length], **row)[0]
+        outputs.append(F.pad(output, (0, 0, 0, ids.shape[1] - length)) if output.ndim == 2 else output)
     return torch.stack(outputs)
 
 

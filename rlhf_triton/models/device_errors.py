@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 FULL = re.compile("CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|'out of memory'")  # driver, cuBLAS, NCCL
 BROKEN = re.compile("CUDA error|NCCL error|CUDNN_STATUS|CUBLAS_STATUS")
-LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # of collectives
+LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # errors of collectives
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -84,8 +84,8 @@ def _build(layers: Layers, tensors: dict[str, Tensor]) -> nn.Module:
             parts[number] = linear(own)
         if "running_mean" not in own and name != layers.names[-1]:
             parts[f"{number}_{layers.activation}"] = ACTIVATIONS[layers.activation]()
-    found = LayeredHead(parts) if len(parts) > 1 else next(iter(parts.values()))
-    return found.eval()
+    head = LayeredHead(parts) if len(parts) > 1 else next(iter(parts.values()))
+    return head.eval()
 
 
 def linear(tensors: Mapping[str, Tensor]) -> nn.Linear:

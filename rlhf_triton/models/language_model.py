@@ -65,10 +65,12 @@ class LanguageModel:
         ids = padded_rows(rows, width or int(lengths.max()), np.int64)
         inside = np.arange(ids.shape[1])[None] < lengths[:, None]
         places = inside[:, 1:].nonzero()  # the N positions that predict a token of their row
-        found = to_host(self._target_logprobs(inside, *to_device(self.model.device, ids, *places, ids[:, 1:][places])))
+        logprobs = to_host(
+            self._target_logprobs(inside, *to_device(self.model.device, ids, *places, ids[:, 1:][places]))
+        )
 
         def wait() -> list[np.ndarray]:
-            parts = np.split(found(), np.cumsum(lengths - 1)[:-1])
+            parts = np.split(logprobs(), np.cumsum(lengths - 1)[:-1])
             return [np.append(part, np.float32(0)) for part in parts]
 
         return wait

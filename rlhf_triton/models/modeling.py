@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
     from rlhf_triton.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
-Standardization = Literal["model", "off"] | tuple[float, float]
+StandardizationChoice = Literal["model", "off"] | tuple[float, float]
 TokenTypes = Sequence[np.ndarray | None]
 """The type of each token of a row (int64 `[length_i]`), such as 1 in the second text of BERT; None: all 0."""
 
@@ -119,11 +119,11 @@ class RewardModel:
         The results are float32 `[n, num_outputs + A]`: the rewards that `score` returns, then the head's A outputs.
         """
         token_types = []
-        if self.has_token_types and any(each is not None and each.any() for each in types):
-            known = [np.zeros(0, np.int64) if each is None else each for each in types]
-            token_types = [padded_rows(known, width or max(row.size for row in rows), np.int64)]
-        ids, attention, lengths, *found = collate(rows, self.model.device, width, *token_types)
-        named = {"token_type_ids": found[0]} if found else {}
+        if self.has_token_types and any(row_types is not None and row_types.any() for row_types in types):
+            type_rows = [np.zeros(0, np.int64) if row_types is None else row_types for row_types in types]
+            token_types = [padded_rows(type_rows, width or max(row.size for row in rows), np.int64)]
+        ids, attention, lengths, *placed_types = collate(rows, self.model.device, width, *token_types)
+        named = {"token_type_ids": placed_types[0]} if placed_types else {}
         if self._pool is pool_last:
             scores = self._outputs.at_last(ids, attention, lengths, **named)
         else:
@@ -194,8 +194,8 @@ class CriticModel:
         self.model = model.eval()
         self.mean = (constants or Constants()).mean
         self.std = (constants or Constants()).std
-        known = None if like is None else like._token_head
-        self._token_head: TokenHead = TokenHead(model, like=known)
+        loaded_head = None if like is None else like._token_head
+        self._token_head: TokenHead = TokenHead(model, like=loaded_head)
         self.limits = limits_of(model)
         self.note = note  # the origin of the value head, for logs and reports
 
@@ -266,8 +266,8 @@ class CriticModel:
 
 def _by_rows(outputs: Tensor, rows: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
     """Return a function that waits for `outputs` `[B, S]` and returns each row's part `[length_i]`, without padding."""
-    found = to_host(outputs)
-    return lambda: [each[: row.size] for each, row in zip(found(), rows, strict=True)]
+    copied = to_host(outputs)
+    return lambda: [row_outputs[: row.size] for row_outputs, row in zip(copied(), rows, strict=True)]
 
 
 def load_reward(
@@ -278,7 +278,7 @@ def load_reward(
     pooling: Pooling = "auto",
     attribute_weights: Sequence[float] | Literal["separate"] | None = None,
     probability: bool = False,
-    standardization: Standardization = "model",
+    standardization: StandardizationChoice = "model",
     group: RankGroup | None = None,
     like: RewardModel | None = None,
 ) -> RewardModel:
@@ -310,7 +310,7 @@ def load_reward(
             "Give reward.attribute_weights, one weight per output"
         )
     # A group's model is not probed: the probes' collectives would mix with those of other ranks' requests.
-    known: Any = like._outputs if like is not None and (copied is not None or group is not None) else None
+    loaded_head: Any = like._outputs if like is not None and (copied is not None or group is not None) else None
     if head.form.pooled and group is not None:
         raise CheckpointError(
             f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set tensor_parallel: 1"
@@ -321,7 +321,7 @@ def load_reward(
         model = load_classifier(info, head, dtype, pooling)
     else:
         model = load_token_model(info, read_head(info, head), dtype, group)
-    outputs = TokenHead(model.to(device), is_pooled=head.form.pooled, like=known)
+    outputs = TokenHead(model.to(device), is_pooled=head.form.pooled, like=loaded_head)
     # transformers' own class pools the last token that is not padding
     skips_padding = pooling == "auto" and head.kind == "sequence" and outputs.is_causal
     reload = functools.partial(
@@ -352,7 +352,7 @@ def load_critic(
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    standardization: Standardization = "model",
+    standardization: StandardizationChoice = "model",
     group: RankGroup | None = None,
 ) -> CriticModel:
     """Load a critic from a critic, reward model or base checkpoint; its `note` names the origin of the value head.
@@ -367,17 +367,17 @@ def load_critic(
     """
     info = inspect_checkpoint(folder)
     constants = constants_for(info, standardization)
-    found = None if info.head is None else placed_head(info, info.head, "last")
-    head = None if found is None or not found.is_plain else read_head(info, found)
-    if found is None:
+    placed = None if info.head is None else placed_head(info, info.head, "last")
+    head = None if placed is None or not placed.is_plain else read_head(info, placed)
+    if placed is None:
         note = "the checkpoint has no head: the value head starts at 0"
     elif head is None:
-        note = f"{found.prefix} has its own {'pooling' if found.gate is None else 'gate'}: the value head starts at 0"
+        note = f"{placed.prefix} has its own {'pooling' if placed.gate is None else 'gate'}: the value head starts at 0"
     else:
-        note = f"the value head is {found.prefix}"
-        if found.num_labels > 1:
-            head = merged(head, torch.full((found.num_labels,), 1 / found.num_labels))
-            note += f", its {found.num_labels} outputs merged into one"
+        note = f"the value head is {placed.prefix}"
+        if placed.num_labels > 1:
+            head = merged(head, torch.full((placed.num_labels,), 1 / placed.num_labels))
+            note += f", its {placed.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
     model = load_token_model(info, head, dtype, group).to(device)
     return CriticModel(model, constants=constants, note=note, group=group)
@@ -425,7 +425,7 @@ def _pooling(info: CheckpointInfo, head: Head, outputs: TokenHead, pooling: Pool
     return "mean"
 
 
-def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
+def constants_for(info: CheckpointInfo, setting: StandardizationChoice) -> Constants:
     """Return the standardisation constants that `setting` selects; see `load_reward`."""
     if setting == "off":
         return Constants()

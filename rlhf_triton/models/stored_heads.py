@@ -101,7 +101,8 @@ def _check_keys(
     """
     config_keys = read_config(info.folder)
     usual = config_class()
-    named = _keys_in_source(*(each.__module__ for each in (config_class, kind) if each)) - vars(usual).keys()
+    modules = [owner.__module__ for owner in (config_class, kind) if owner]
+    named = _keys_in_source(*modules) - vars(usual).keys()
     unread = unread_keys(config_keys, keys_of(head, config_keys) | named | vars(GenerationConfig()).keys(), usual)
     if odd := [key for key in unread if not OF_HEAD.fullmatch(key)]:
         warn_once(

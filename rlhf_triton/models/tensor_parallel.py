@@ -138,13 +138,13 @@ class RankGroup:
 
 def check_device(device: str) -> torch.device:
     """Return the device. Raises CheckpointError if this host does not have it."""
-    found = torch.device(device)
-    if found.type == "cuda" and found.index >= torch.cuda.device_count():
+    torch_device = torch.device(device)
+    if torch_device.type == "cuda" and torch_device.index >= torch.cuda.device_count():
         raise CheckpointError(
             f"a rank needs the device {device}, but this host has {torch.cuda.device_count()}; lower tensor_parallel, "
             "or change device"
         )
-    return found
+    return torch_device
 
 
 def release(model: nn.Module) -> None:

@@ -94,11 +94,11 @@ class TokenHead:
 
     def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return the head's input, to probe instead of scores: relative errors mean nothing for a score close to 0."""
-        found: list[Tensor] = []
-        watching = self.head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+        head_inputs: list[Tensor] = []
+        watching = self.head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
         self._outputs(ids, attention)
         watching.remove()
-        return found[0]
+        return head_inputs[0]
 
 
 def measure_causality(model: Any, **inputs: Any) -> bool:
@@ -115,8 +115,8 @@ def measure_causality(model: Any, **inputs: Any) -> bool:
     half = PROBE_TOKENS // 2
     embedded: list[Tensor] = []
 
-    def watch(_: Any, __: Any, found: Tensor) -> Tensor:
-        embedded.append(found.detach().requires_grad_())
+    def watch(_: Any, __: Any, embeddings: Tensor) -> Tensor:
+        embedded.append(embeddings.detach().requires_grad_())
         return embedded[-1].clone()  # the body may change it in place
 
     try:

@@ -10,7 +10,7 @@ from rlhf_triton.checkpoints.heads import Head
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, single_tokens
 from rlhf_triton.models.loading import load_causal_model
-from rlhf_triton.models.modeling import RewardModel, Standardization, constants_for, load_reward
+from rlhf_triton.models.modeling import RewardModel, StandardizationChoice, constants_for, load_reward
 from rlhf_triton.models.output_head import keep_outputs
 from rlhf_triton.models.stored_heads import placed_head
 from rlhf_triton.models.token_head import TokenHead
@@ -55,7 +55,7 @@ def load_logit_reward(
     probability: bool = False,
     device: str = "cpu",
     dtype: str = "float32",
-    standardization: Standardization = "model",
+    standardization: StandardizationChoice = "model",
 ) -> RewardModel:
     """Load a reward computed from a causal LM's next-token logits, without generation.
 

@@ -17,8 +17,8 @@ def set_log_position(*, step: int | None = None, version: int | None = None) -> 
 
     The position belongs to the process, not to a thread or task: all of them work on the current step or the next one.
     """
-    known = {"step": step, "version": version}
-    _position.update({name: value for name, value in known.items() if value is not None})
+    position = {"step": step, "version": version}
+    _position.update({name: value for name, value in position.items() if value is not None})
 
 
 class JsonFormatter(logging.Formatter):
@@ -53,16 +53,16 @@ def log_json(process: str, run: str, *, rank: int = 0, level: int = logging.INFO
     logging.basicConfig(level=level, handlers=[handler])
     logging.captureWarnings(True)
 
-    def uncaught(*exception: Any) -> None:
+    def log_uncaught(*exception: Any) -> None:
         logger.critical("uncaught exception", exc_info=exception)
 
-    sys.excepthook = uncaught
-    threading.excepthook = lambda args: uncaught(*args[:3])  # type, value, traceback
+    sys.excepthook = log_uncaught
+    threading.excepthook = lambda args: log_uncaught(*args[:3])  # type, value, traceback
 
-    def ignored(args: Any) -> None:  # an exception in __del__, which Python only prints
+    def log_ignored(args: Any) -> None:  # an exception in __del__, which Python only prints
         logger.error("exception ignored in %r", args.object, exc_info=tuple(args[:3]))
 
-    sys.unraisablehook = ignored
+    sys.unraisablehook = log_ignored
 
 
 def is_json() -> bool:

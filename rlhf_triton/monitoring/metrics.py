@@ -339,7 +339,7 @@ class Exporter:
             counts = self._values.setdefault(name, {})
             counts[label] = counts.get(label, 0.0) + amount
 
-    def logged(self, level: str) -> None:
+    def count_log_message(self, level: str) -> None:
         """Count a log message of `level` "warning" or "error", and record the time."""
         self.count("log_messages", 1.0, level)
         with self._lock:
@@ -349,12 +349,12 @@ class Exporter:
         """Yield the metrics that have a value; prometheus_client calls this at each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        found = self._all()
+        current = self._all()
         for metric in self.metrics:
-            if metric.name in found:
+            if metric.name in current:
                 family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[metric.kind]
                 shown = family(self._prefix + metric.name, metric.help, labels=[metric.label] if metric.label else None)
-                for label, value in found[metric.name].items():
+                for label, value in current[metric.name].items():
                     shown.add_metric([label] if metric.label else [], value)
                 yield shown
 
@@ -380,13 +380,13 @@ class Exporter:
 
     def _all(self) -> dict[str, dict[str, float]]:
         with self._lock:
-            found = {name: dict(values) for name, values in self._values.items()}
+            values_by_metric = {name: dict(values) for name, values in self._values.items()}
         for read in (self._live, self._disk):
             try:
-                found |= {name: _by_label(value) for name, value in read().items()}
+                values_by_metric |= {name: _by_label(value) for name, value in read().items()}
             except (OSError, RlhfError):  # thread edge: a scrape must not fail with the disk
                 continue
-        return found
+        return values_by_metric
 
     def _disk(self) -> Values:
         usage = shutil.disk_usage(self._run_dir)
@@ -401,7 +401,7 @@ class _LogCounter(logging.Handler):
         self._exporter = exporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._exporter.logged("error" if record.levelno >= logging.ERROR else "warning")
+        self._exporter.count_log_message("error" if record.levelno >= logging.ERROR else "warning")
 
 
 def _by_label(value: float | Mapping[str, float]) -> dict[str, float]:

@@ -45,9 +45,9 @@ def count(name: str, amount: float = 1) -> None:
 def take_counts() -> dict[str, float]:
     """Return the counts since the last call."""
     with _lock:
-        taken = dict(_counts)
+        counts = dict(_counts)
         _counts.clear()
-    return taken
+    return counts
 
 
 PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores prompt (or a chat's messages) and response there
@@ -65,7 +65,7 @@ TIMEOUT_OPTION = "timeout_s"  # parameter through which a class receives the tim
 KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the key's environment variable
 NOT_APPLICABLE = object()  # score of a sample to which the function does not apply
 UserFunction = Callable[..., Any]
-Function = Callable[[Any], Any]  # receives a `Sample`; a groupwise function receives a list of samples
+ScoreFunction = Callable[[Any], Any]  # receives a `Sample`; a groupwise function receives a list of samples
 
 
 class BadScore(RlhfError, ValueError):
@@ -128,8 +128,8 @@ def split_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> 
         return messages, None
     text = text or str(response)
     sent = metadata.get(REPLY_KEY)
-    known = [message for message in sent if _has_role(message, "assistant")] if isinstance(sent, list) else []
-    said = known[-1] if known else {}
+    replies = [message for message in sent if _has_role(message, "assistant")] if isinstance(sent, list) else []
+    said = replies[-1] if replies else {}
     return messages, said if said and (said.get("content") or "") == text else {"role": "assistant", "content": text}
 
 
@@ -161,8 +161,8 @@ def check_spec(spec: str) -> str:
 
 def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
     """Replace the path of a file spec by `place(path)`; return a module spec unchanged."""
-    found = FILE_SPEC.fullmatch(spec)
-    return f"{place(Path(found['file']))}:{found['name']}" if found else spec
+    match = FILE_SPEC.fullmatch(spec)
+    return f"{place(Path(match['file']))}:{match['name']}" if match else spec
 
 
 def load_function(
@@ -171,7 +171,7 @@ def load_function(
     *,
     timeout_s: float = 0.0,
     columns: Collection[str] | None = None,
-) -> Function:
+) -> ScoreFunction:
     """Import the function or class that `spec` names; return it as a function of one argument.
 
     A function receives `options` as keyword arguments of every call. A class is instantiated once with `options`, and
@@ -203,7 +203,7 @@ def import_function(spec: str) -> UserFunction:
     return function
 
 
-def configured(spec: str, function: UserFunction, options: dict[str, Any], timeout_s: float) -> Function:
+def configured(spec: str, function: UserFunction, options: dict[str, Any], timeout_s: float) -> ScoreFunction:
     """Bind a function's options, or instantiate a class with them. Raises FunctionError as `load_function`."""
     is_class = isinstance(function, type)
     if not is_class and not options:
@@ -226,7 +226,7 @@ def configured(spec: str, function: UserFunction, options: dict[str, Any], timeo
         raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
 
 
-def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | None) -> Function:
+def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | None) -> ScoreFunction:
     """Wrap a function: convert samples to the arguments of TRL's signature, if it has that, and await its results."""
     call = functools.partial(_awaited, function)
     try:
@@ -235,8 +235,9 @@ def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | No
         return call
     needed = [
         name
-        for name, each in parameters.items()
-        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     if COMPLETIONS not in parameters and "completion_ids" not in needed:
         return call
@@ -244,9 +245,9 @@ def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | No
         raise FunctionError(f"{spec}: only TRL's trainer can pass {trainers[0]}; give the parameter a default")
     missing = [name for name in needed if columns is not None and name not in (*columns, *TRL_ARGUMENTS)]
     if missing:
-        known = ", ".join(columns or ()) or "none"
+        names = ", ".join(columns or ()) or "none"
         raise FunctionError(
-            f"{spec}: {missing[0]} is not a column of the prompts (columns: {known}); rename the parameter, or give it "
+            f"{spec}: {missing[0]} is not a column of the prompts (columns: {names}); rename the parameter, or give it "
             "a default"
         )
     return TrlFunction(call, parameters, needed)
@@ -254,8 +255,8 @@ def _of_samples(spec: str, function: UserFunction, columns: Collection[str] | No
 
 def _awaited(function: UserFunction, /, *arguments: Any, **named: Any) -> Any:
     """Call a function and return its result; as in TRL, one event loop awaits the coroutines of all calls."""
-    found = function(*arguments, **named)
-    return _event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
+    result = function(*arguments, **named)
+    return _event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
 
 
 @functools.cache
@@ -349,11 +350,11 @@ def describe(error: BaseException) -> str:
 
 def _import_file(path: Path) -> ModuleType:
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "reward_function_file"
-    found = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or found is None or found.loader is None:
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or module_spec is None or module_spec.loader is None:
         raise FileNotFoundError(f"{path} does not exist")
     # As `python file.py` does, so that the file can import its neighbours.
     sys.path.insert(0, str(path.parent.absolute()))
-    module = sys.modules[name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
     return module

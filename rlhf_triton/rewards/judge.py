@@ -42,7 +42,7 @@ LONGEST_LINE = 400
 LONGEST_EXCERPT = 160  # characters of an answer's end, where the score should be, in an error message
 MAX_RETRIES = 4  # after 408, 409, 429, a 5xx, a timeout or a broken connection
 _MARKUP = re.compile(r"[*_`$]")
-Text = Annotated[str, pydantic.StringConstraints(min_length=1)]
+NonEmptyText = Annotated[str, pydantic.StringConstraints(min_length=1)]
 
 
 class Judge(pydantic.BaseModel):
@@ -50,13 +50,13 @@ class Judge(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
-    model: Text
+    model: NonEmptyText
     """Name of the model at the endpoint."""
-    base_url: Text
+    base_url: NonEmptyText
     """Address including the version, such as `https://host/v1`. Requests go to `/chat/completions` below it."""
     timeout_s: pydantic.PositiveFloat
     """Time limit for one sample, from the term's `timeout_s`."""
-    rubric: Text = RUBRIC
+    rubric: NonEmptyText = RUBRIC
     """Jinja template of the message, with the variables `prompt`, `response`, `text`, `metadata`, `low` and `high`."""
     api_key_env: str | None = None
     """Name of the environment variable with the key; default: no key."""
@@ -132,9 +132,9 @@ class Judge(pydantic.BaseModel):
 
     def _message(self, sample: Sample) -> str:
         fields = {"prompt": sample.prompt, "response": sample.response, "text": sample.text or None}
-        known = {name: value for name, value in fields.items() if value is not None}
+        variables = {name: value for name, value in fields.items() if value is not None}
         try:
-            return self._template.render(metadata=sample.metadata, low=self.scale[0], high=self.scale[1], **known)
+            return self._template.render(metadata=sample.metadata, low=self.scale[0], high=self.scale[1], **variables)
         except jinja2.TemplateError as error:
             raise BadScore(f"the rubric cannot be rendered for this row: {error}") from error
 
@@ -163,11 +163,11 @@ class Judge(pydantic.BaseModel):
         if self.pattern is None:
             last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-LONGEST_LINE:]
             of_scale = rf"(?:\D*(?:/|\bof)\s*{high:g})?"  # such as "8/10" or "8 out of 10"
-            found = re.findall(rf"^\D*?([-+−]?\d+(?:\.\d+)?){of_scale}\D*$", last)
+            numbers = re.findall(rf"^\D*?([-+−]?\d+(?:\.\d+)?){of_scale}\D*$", last)
         else:
-            found = re.findall(self.pattern, answer)
+            numbers = re.findall(self.pattern, answer)
         try:
-            score = float(found[-1].replace("−", "-"))
+            score = float(numbers[-1].replace("−", "-"))
         except (IndexError, ValueError):
             raise BadScore(f"the judge's answer does not end with one score: {_excerpt(answer)}") from None
         if not low <= score <= high:

@@ -12,8 +12,8 @@ from typing import Any
 from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.function import (
     NOT_APPLICABLE,
-    Function,
     Sample,
+    ScoreFunction,
     checked,
     describe,
     group_scores,
@@ -23,7 +23,7 @@ from rlhf_triton.rewards.function import (
 from rlhf_triton.workers.child import Parent, receive_frame
 
 
-def score_group(function: Function, samples: list[Sample], *, groupwise: bool) -> list[dict[str, Any]]:
+def score_group(function: ScoreFunction, samples: list[Sample], *, groupwise: bool) -> list[dict[str, Any]]:
     """Return `{"score": …}`, `{"error": …}` or `{}` for each sample."""
     try:
         scores = group_scores(function(samples), len(samples)) if groupwise else [function(samples[0])]

@@ -13,9 +13,9 @@ from rlhf_triton.store.durable import staged_file
 
 VARIABLE = "TRITON_CONTROL_KEY"
 TRAINING_VARIABLE = "TRAINING_KEY"  # the container image's variable for `server.training_key_env`
-FILE = "control.key"
-HEADER = "rlhf-control-key"
-GRPC_HEADER = f"triton-grpc-protocol-{HEADER}"  # tritonserver matches gRPC headers with this prefix
+KEY_FILE = "control.key"
+KEY_HEADER = "rlhf-control-key"
+GRPC_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"  # tritonserver matches gRPC headers with this prefix
 CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that require the key
 
 SHORTEST_KEY = 16  # characters
@@ -30,7 +30,7 @@ def control_key(weights_dir: Path) -> str:
         OSError: the file cannot be read or written.
         RlhfError: the file does not contain a valid key.
     """
-    return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
+    return os.environ.get(VARIABLE) or key_in(weights_dir.parent / KEY_FILE)
 
 
 def key_in(path: Path) -> str:
@@ -46,18 +46,18 @@ def key_in(path: Path) -> str:
         key = secrets.token_hex(32).encode()
         with staged_file(path.parent, [key], mode=0o600) as fresh, contextlib.suppress(FileExistsError):
             os.link(fresh, path)
-    found = path.read_text().strip()
-    if len(found) < SHORTEST_KEY:
+    content = path.read_text().strip()
+    if len(content) < SHORTEST_KEY:
         raise RlhfError(
-            f"{path} contains a key of {len(found)} characters, must be at least {SHORTEST_KEY}; delete the file, and "
-            "the next start creates a new key"
+            f"{path} contains a key of {len(content)} characters, must be at least {SHORTEST_KEY}; delete the file, "
+            "and the next start creates a new key"
         )
-    return found
+    return content
 
 
 def closing_arguments(key: str) -> list[str]:
     """Return the tritonserver arguments that restrict the APIs in `CLOSED` to clients with the key (HTTP and gRPC)."""
     return [
-        f"--http-restricted-api={CLOSED}:{HEADER}={key}",
-        f"--grpc-restricted-protocol={CLOSED}:{HEADER}={key}",
+        f"--http-restricted-api={CLOSED}:{KEY_HEADER}={key}",
+        f"--grpc-restricted-protocol={CLOSED}:{KEY_HEADER}={key}",
     ]

@@ -286,8 +286,8 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def errno_of(error: BaseException) -> int | None:
     """Return the errno of an error, None if it has none. Errors from Rust contain it only in their text."""
-    found = re.search(r"os error (\d+)", str(error))
-    return error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+    match = re.search(r"os error (\d+)", str(error))
+    return error.errno if isinstance(error, OSError) else int(match[1]) if match else None
 
 
 def refusal(folder: Path) -> OSError | None:

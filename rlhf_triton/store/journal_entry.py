@@ -62,12 +62,12 @@ def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[
         names = os.listdir(folder)  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
         return set()
-    found = set()
+    entries = set()
     for name in names:
         if name.endswith(suffix) and (kind or "") in name:  # a cheap filter before parsing: there may be 1,000 files
             with contextlib.suppress(ValueError):
-                found.add(Entry.parse(name.removesuffix(suffix)))
-    return found
+                entries.add(Entry.parse(name.removesuffix(suffix)))
+    return entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +95,12 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
         payload = TrainPayload(
             arrays[TOKENS], arrays[SEQUENCE_LENGTHS], arrays[RETURNS], arrays[PREV_VALUES], arrays[MASK]
         )
-        found = payload.digest()
+        actual = payload.digest()
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise DamagedEntry(f"{path} is damaged: {reason_of(error)}") from error
-    if found != digest:
+    if actual != digest:
         raise DamagedEntry(
-            f"{path} is damaged: its content has digest {brief(found)}, but its header says {brief(digest)}"
+            f"{path} is damaged: its content has digest {brief(actual)}, but its header says {brief(digest)}"
         )
     return payload, digest
 

@@ -64,8 +64,8 @@ def read_phase(run_dir: Path) -> str:
 def run_process(run_dir: Path) -> int | None:
     """Return the process that holds the lock of `rlhf-triton run`; None if there is none on this host."""
     path = run_dir / RUN_LOCK_FILE
-    found = re.match(r"process (\d+) on ([^:]*)", path.read_text()) if is_locked(path) else None
-    return int(found[1]) if found and found[2] == platform.node() else None
+    match = re.match(r"process (\d+) on ([^:]*)", path.read_text()) if is_locked(path) else None
+    return int(match[1]) if match and match[2] == platform.node() else None
 
 
 def _holder() -> str:

@@ -82,11 +82,11 @@ def verify_folder(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, A
     for name, expected in sorted(state["files"].items())[part::parts]:
         path = folder / name
         try:
-            found = digest_of(path)
+            actual = digest_of(path)
         except (OSError, ValueError) as error:
             raise DamagedCheckpoint(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
-        if found != expected:
+        if actual != expected:
             raise DamagedCheckpoint(
-                f"{path} is damaged: its digest is {brief(found)}, but {STATE_FILE} says {brief(expected)}"
+                f"{path} is damaged: its digest is {brief(actual)}, but {STATE_FILE} says {brief(expected)}"
             )
     return state

@@ -90,7 +90,7 @@ class ServingRecords:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._seen: dict[str, tuple[int, float]] = {}  # file name -> mtime (ns), when first seen (monotonic)
+        self._first_seen: dict[str, tuple[int, float]] = {}  # file name -> mtime (ns), when first seen (monotonic)
 
     def put(self, record: ServingRecord) -> None:
         """Write the record (called by the instance). Raises OSError if the write fails."""
@@ -142,8 +142,8 @@ class ServingRecords:
 
     def _all(self) -> list[tuple[ServingRecord, bool]]:
         """Return every record, and whether its instance is alive."""
-        found = []
-        seen = {}
+        records = []
+        first_seen = {}
         now = time.monotonic()
         for path in sorted(self._folder.glob("*.json")):
             try:
@@ -151,11 +151,11 @@ class ServingRecords:
                 stamp = path.stat().st_mtime_ns
             except (ValueError, TypeError, FileNotFoundError):
                 continue  # removed just now, or truncated by a crash: its instance writes it again
-            known = self._seen.get(path.name)
-            seen[path.name] = known if known is not None and known[0] == stamp else (stamp, now)
-            found.append((record, _is_alive(record, now - seen[path.name][1])))
-        self._seen = seen
-        return found
+            earlier = self._first_seen.get(path.name)
+            first_seen[path.name] = earlier if earlier is not None and earlier[0] == stamp else (stamp, now)
+            records.append((record, _is_alive(record, now - first_seen[path.name][1])))
+        self._first_seen = first_seen
+        return records
 
 
 def _is_alive(record: ServingRecord, silence_s: float) -> bool:
@@ -312,11 +312,11 @@ class WeightsStore:
 
     def manifests(self) -> list[Manifest]:
         """Return the readable manifests, ascending by version."""
-        found = []
+        manifests = []
         for version in self.versions():
             with contextlib.suppress(WeightsError):  # a damaged manifest must not hide the others
-                found.append(self.manifest(version))
-        return found
+                manifests.append(self.manifest(version))
+        return manifests
 
     def add(
         self,
@@ -343,8 +343,8 @@ class WeightsStore:
             OSError: the write failed; nothing is left behind.
         """
         with self._writing(), durable.staged_folder(self.root) as staging:
-            known = write(staging) or {}
-            files = {path.name: known.get(path.name) or digest_of(path) for path in sorted(staging.iterdir())}
+            digests = write(staging) or {}
+            files = {path.name: digests.get(path.name) or digest_of(path) for path in sorted(staging.iterdir())}
             newest = next(reversed(self.manifests()), None)
             if reuse and newest and (newest.run_id, newest.step, newest.files) == (run_id, step, files):
                 return newest
@@ -404,21 +404,22 @@ class WeightsStore:
         """Compare the digest of one file with the manifest. Raises WeightsError if it differs or is unreadable."""
         expected = manifest.files[name]
         try:
-            found = digest(self.folder(manifest.version) / name)
+            actual = digest(self.folder(manifest.version) / name)
         except (OSError, ValueError) as error:
             raise WeightsError(f"version {manifest.version}: cannot read {name}: {reason_of(error)}") from error
-        if found != expected:
+        if actual != expected:
             raise WeightsError(
-                f"version {manifest.version}: {name} has digest {brief(found)}, but its manifest says {brief(expected)}"
+                f"version {manifest.version}: {name} has digest {brief(actual)}, but its manifest says "
+                f"{brief(expected)}"
             )
 
     def file_stamp(self, version: int) -> tuple[int, ...]:
         """Return inode, size and mtime of each of the version's files, which show a later change; () if unreadable."""
         try:
-            found = [path.stat() for path in sorted(self.folder(version).iterdir())]
+            stats = [path.stat() for path in sorted(self.folder(version).iterdir())]
         except OSError:
             return ()
-        return tuple(number for status in found for number in (status.st_ino, status.st_size, status.st_mtime_ns))
+        return tuple(number for status in stats for number in (status.st_ino, status.st_size, status.st_mtime_ns))
 
     def serving(self) -> list[ServingRecord]:
         """Return the records of live instances that serve a version."""

@@ -137,7 +137,7 @@ class Ranks:
         return self.device
 
     def announce(self, name: str, **arguments: Any) -> None:
-        """On rank 0, make the other ranks execute operation `name`; on the others, do nothing."""
+        """Make the other ranks execute operation `name`; does nothing on ranks other than 0."""
         if self.rank == 0:
             self.operations.announce(name, **arguments)
 
@@ -180,9 +180,9 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank; collective."""
-        found = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def summed(self, values: Tensor) -> Tensor:
         """Sum CPU values over all ranks, in place, and return them; collective."""
@@ -224,11 +224,11 @@ class Ranks:
         Rank 0 waits until the others have read that the job has ended, because its store ends with its process.
         """
         self.announce(END)
-        left = self._store.add("left", 1)
+        num_left = self._store.add("left", 1)
         deadline = time.monotonic() + LEAVE_S
-        while self.rank == 0 and left < self.size and time.monotonic() < deadline:
+        while self.rank == 0 and num_left < self.size and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            left = self._store.add("left", 0)
+            num_left = self._store.add("left", 0)
         dist.destroy_process_group()
 
 

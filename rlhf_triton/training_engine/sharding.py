@@ -64,8 +64,8 @@ def copy_with_empty_weights(model: Any, device: torch.device | str) -> Any:
     memo: dict[int, Tensor] = {
         id(buffer): buffer if device == "meta" else buffer.to(device, copy=True) for buffer in model.buffers()
     }
-    for each in model.parameters():
-        memo[id(each)] = nn.Parameter(torch.empty_like(each, device=device), each.requires_grad)
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     return copy.deepcopy(model, memo)
 
 

@@ -30,7 +30,7 @@ from rlhf_triton.training_engine.slices import read_tensors, stored_shapes, writ
 
 BETAS = (0.9, 0.95)
 MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
-Loss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
+BatchLoss = Callable[[list[int], bool], tuple[Tensor, dict[str, Tensor]]]
 """Returns, for the rows of a micro-batch, their share of the minibatch's loss, and statistics.
 
 The flag is False if the row must not count: the forward pass then only takes part in the other ranks' collectives.
@@ -101,7 +101,7 @@ class TrainedModel:
     def accumulate(
         self,
         lengths: Tensor,
-        loss: Loss,
+        loss: BatchLoss,
         progress: Callable[[], object] = lambda: None,
         *,
         names: Collection[str] = (),
@@ -124,7 +124,7 @@ class TrainedModel:
         )
 
     def _accumulate(
-        self, lengths: Tensor, loss: Loss, progress: Callable[[], object], names: Collection[str]
+        self, lengths: Tensor, loss: BatchLoss, progress: Callable[[], object], names: Collection[str]
     ) -> dict[str, float]:
         self.drop_gradients()  # from an attempt that ran out of memory
         parts: list[dict[str, Tensor]] = []
@@ -240,7 +240,7 @@ class TrainedModel:
         Raises:
             CheckpointError: the checkpoint cannot be loaded because a `Resume.FIXED` setting differs.
         """
-        found = []
+        changes = []
         for key, now in self.settings.items():
             if (before := saved[key]) == now:
                 continue
@@ -250,16 +250,16 @@ class TrainedModel:
                     "(run.dir)"
                 )
             rounding = " (rounding only)" if self._marks.get(key) is Resume.ROUNDING else ""
-            found.append(f"{key}: was {before}, now {now}{rounding}")
-        return found
+            changes.append(f"{key}: was {before}, now {now}{rounding}")
+        return changes
 
 
 def operations(current: Callable[[], TrainedModel]) -> dict[str, Callable[..., object]]:
     """Return the handlers of a `TrainedModel`'s operations, by name; `current` returns this rank's `TrainedModel`."""
     return {
-        "trained.save": lambda **given: current().save(**given),
-        "trained.verify": lambda **given: current().verify(**given),
-        "trained.load": lambda **given: current().load(**given),
+        "trained.save": lambda **arguments: current().save(**arguments),
+        "trained.verify": lambda **arguments: current().verify(**arguments),
+        "trained.load": lambda **arguments: current().load(**arguments),
     }
 
 

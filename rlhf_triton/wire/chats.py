@@ -59,9 +59,9 @@ def template_options(tokenizer: Any, columns: Mapping[str, Any]) -> dict[str, An
     variables = without_nulls(variables or {})
     own = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
     reserved = {name for name in own if own[name].kind is not inspect.Parameter.VAR_KEYWORD} - {"documents"}
-    taken = [name for name in variables if name in reserved | {"messages"}]
-    if taken:
-        raise BadMessages(f"{TEMPLATE_VARIABLES}: {taken[0]!r} is reserved; remove it")
+    conflicting = [name for name in variables if name in reserved | {"messages"}]
+    if conflicting:
+        raise BadMessages(f"{TEMPLATE_VARIABLES}: {conflicting[0]!r} is reserved; remove it")
     return {**variables, TOOLS: without_nulls(tools)} if tools else variables
 
 
@@ -115,7 +115,7 @@ def render_chat(
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
     if not (calls := message.get("tool_calls")):
         return {**message}
-    calls = with_arguments(calls, lambda given: given if isinstance(given, str) else json.dumps(given))
+    calls = with_arguments(calls, lambda arguments: arguments if isinstance(arguments, str) else json.dumps(arguments))
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
@@ -184,10 +184,10 @@ def _check_texts(
     marks = {place: f"{MARK}{n}q" for n, place in enumerate(texts)}
     marked = {place: _with_mark(texts[place], mark) for place, mark in marks.items()}
     # For most chats, this one rendering is enough.
-    found = (_result(rendered, _changed(messages, marked), options) or "").casefold()
+    result = (_result(rendered, _changed(messages, marked), options) or "").casefold()
     for place, mark in marks.items():
         other = mark if isinstance(texts[place], str) else {mark: mark}
-        if mark in found or not is_lost(place, other):
+        if mark in result or not is_lost(place, other):
             continue
         i = int(place[0])
         key = place[1]
@@ -201,7 +201,7 @@ def _check_texts(
             warn_once(f"the {owner}'s chat template omits the name in messages of the role {role!r}")
             continue
         if is_lost(place, other, last) and not is_known_reasoning:
-            path = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place)
+            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
             if key == "content" and not messages[i].get("tool_calls"):
                 raise BadMessages(
                     f"[{i}]: the {owner}'s chat template omits messages of the role {role!r}; give the message another "
@@ -213,7 +213,7 @@ def _check_texts(
                 "template that writes it"
             )
         warn_once(f"the {owner}'s chat template omits {key} in earlier messages")
-    if any(f"{MARK}{n}t" in marked[place] and f"{MARK}{n}t" not in found for n, place in enumerate(texts)) and found:
+    if any(f"{MARK}{n}t" in marked[place] and f"{MARK}{n}t" not in result for n, place in enumerate(texts)) and result:
         warn_once(f"the {owner}'s chat template omits the reasoning in contents, before {THOUGHT_END}")
 
 
@@ -226,10 +226,10 @@ def _with_mark(value: Any, mark: str) -> Any:
 
 def _changed(messages: Messages, values: Mapping[TextPath, Any]) -> list[Any]:
     """Return a copy of the messages with the given values at some places."""
-    found: Any = copy.deepcopy([*messages])
+    copied: Any = copy.deepcopy([*messages])
     for (*path, key), value in values.items():
-        functools.reduce(operator.getitem, path, found)[key] = value
-    return list(found)
+        functools.reduce(operator.getitem, path, copied)[key] = value
+    return list(copied)
 
 
 def _result(rendered: Rendered, messages: Messages, options: Mapping[str, Any]) -> str | None:
@@ -247,8 +247,8 @@ def template_of_texts(tokenizer: Any) -> str:
     """
     template = str(tokenizer.chat_template)
     roles = ("system", "user", "assistant")
-    for known in (roles, roles[1:]):
-        texts = {role: f"{role}: {PROBE}" for role in known}
+    for probed in (roles, roles[1:]):
+        texts = {role: f"{role}: {PROBE}" for role in probed}
         messages = [{"role": role, "content": text} for role, text in texts.items()]
         shown = rendered_probe(tokenizer, messages)
         plain = [role for role in roles if texts.get(role, "") in shown]

@@ -69,10 +69,10 @@ def with_arguments(calls: Any, change: Callable[[Any], Any]) -> Any:
 def _object_in(arguments: Any) -> Any:
     """Return arguments as an object, also of their JSON text (OpenAI's format), which templates would quote."""
     try:
-        found = json.loads(arguments)
+        parsed = json.loads(arguments)
     except (TypeError, ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def is_text_of_messages(text: str) -> bool:
@@ -103,7 +103,10 @@ def _is_chat(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(each, dict) and ("role" in each or {"from", "value"} <= each.keys()) for each in value)
+        and all(
+            isinstance(message, dict) and ("role" in message or {"from", "value"} <= message.keys())
+            for message in value
+        )
     )
 
 
@@ -134,10 +137,10 @@ def without_nulls(value: Any, is_nested: bool = False) -> Any:
         return [without_nulls(inner, is_nested=True) for inner in value]
     if not isinstance(value, dict):
         return value
-    kept = {key: without_nulls(inner, is_nested=True) for key, inner in value.items() if inner is not None}
-    if is_nested and len(kept) < len(value):
+    without = {key: without_nulls(inner, is_nested=True) for key, inner in value.items() if inner is not None}
+    if is_nested and len(without) < len(value):
         warn_once(
             "null-valued keys inside tool calls and tools are left out, because Arrow gives every object the keys of "
             "all; a template would have written them: to keep those of a call, send its arguments as JSON text"
         )
-    return kept
+    return without

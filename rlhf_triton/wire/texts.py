@@ -72,8 +72,8 @@ def _metadata_object(index: int, item: Any) -> dict[str, Any]:
     for _ in range(MAX_NESTING):
         containers = [
             inner
-            for each in containers
-            for inner in (each.values() if isinstance(each, dict) else each)
+            for container in containers
+            for inner in (container.values() if isinstance(container, dict) else container)
             if isinstance(inner, (dict, list))
         ]
     if containers:

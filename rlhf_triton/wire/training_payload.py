@@ -171,7 +171,7 @@ def _without_padding(rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) -> Arrays:
-    found = {}
+    rows = {}
     for name in (RETURNS, PREV_VALUES, MASK):
         array = arrays.get(name)
         if array is None:
@@ -182,8 +182,8 @@ def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) ->
             raise ContractError(
                 f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry fewer than {TOKENS} in each row)"
             )
-        found[name] = array
-    return found
+        rows[name] = array
+    return rows
 
 
 def _expect_targets(name: str, array: np.ndarray) -> None:

@@ -22,22 +22,22 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # a frame's length in bytes
 MEMORY_BYTES = 4 << 30  # user code that needs more gets MemoryError
 
-Message = dict[str, Any]  # a call, or its answer
+WorkerMessage = dict[str, Any]  # a call, or its answer
 
 
-def frame(message: Message) -> bytes:
+def frame(message: WorkerMessage) -> bytes:
     """Encode a message: its length, then JSON."""
     data = json.dumps(message).encode()
     return HEADER.pack(len(data)) + data
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Message:
+async def read_frame(reader: asyncio.StreamReader) -> WorkerMessage:
     """Receive one message. Raises IncompleteReadError or OSError if the other side has closed the socket."""
     (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     return json.loads(await reader.readexactly(size))
 
 
-def receive_frame(channel: socket.socket) -> Message:
+def receive_frame(channel: socket.socket) -> WorkerMessage:
     """Receive one message. Raises EOFError or OSError if the other side has closed the socket."""
     (size,) = HEADER.unpack(_receive(channel, HEADER.size))
     return json.loads(_receive(channel, size))
@@ -114,7 +114,7 @@ class Parent:
         if os.getpid() != self._own_id:
             os._exit(0)
 
-    def reply(self, message: Message, answer: Message) -> None:
+    def reply(self, message: WorkerMessage, answer: WorkerMessage) -> None:
         """Send the answer to a message, with the message's number."""
         self.end_forks()
         self.channel.sendall(frame({"number": message["number"], **answer}))

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.process import RUN_MODULE, how_ended
-from rlhf_triton.workers.child import Message, frame, read_frame
+from rlhf_triton.workers.child import WorkerMessage, frame, read_frame
 
 # Secrets of the run itself, which user code inherits only if its own option names them.
 SECRETS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
@@ -42,7 +42,7 @@ class Worker:
         self._reader = reader
         self._writer = writer
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._pending: dict[int, asyncio.Future[WorkerMessage]] = {}
         self._end = ""
         self.ended = asyncio.create_task(self._receive())
 
@@ -57,7 +57,7 @@ class Worker:
         clock: Callable[[], float] | None = None,
         *,
         limit_key: str = "",
-    ) -> Message:
+    ) -> WorkerMessage:
         """Send a message and return the worker's answer; kill the process after `limit_s`.
 
         If the worker does not answer, the answer has `error`, and `lost` if the process has ended through no fault of
@@ -74,8 +74,8 @@ class Worker:
         future = self._pending[number] = asyncio.get_running_loop().create_future()
         end = clock() + limit_s
         self._writer.write(frame({**message, "number": number}))
-        while not future.done() and (left := end - clock()) > 0:
-            await asyncio.wait([future], timeout=min(max(left, WAIT_S[0]), WAIT_S[1]))
+        while not future.done() and (remaining_s := end - clock()) > 0:
+            await asyncio.wait([future], timeout=min(max(remaining_s, WAIT_S[0]), WAIT_S[1]))
         if future.done():
             return future.result()
         self.kill(f"the worker process was killed, because another call took longer than {limit_s:g} s")
@@ -202,7 +202,7 @@ def interpreter() -> str:
     """
     if sys.executable and Path(sys.executable).name.startswith("python"):
         return sys.executable
-    found = shutil.which("python3")
-    if found is None:
+    path = shutil.which("python3")
+    if path is None:
         raise RlhfError("there is no python3 on PATH, which child processes need; install it, or correct PATH")
-    return found
+    return path

@@ -212,7 +212,7 @@ STANDARDISED = [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7), 0]
 COMPARED = {
     "rloo": [-3.0, -1.5, 4.5, 0],
     "grpo": STANDARDISED,
-    "gdpo": STANDARDISED,  # of a single reward
+    "gdpo": STANDARDISED,  # with a single reward, the same as grpo
     "dr_grpo": [-2, -1, 3, 0],
     "reinforce++-baseline": [-2, -1, 3, 0],
     "maxrl": [-2 / 3, -1 / 3, 1, 0],

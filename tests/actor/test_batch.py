@@ -153,7 +153,7 @@ def test_configured_lambda_overrides_the_length_adaptive_one():
 
 @pytest.mark.parametrize(("name", "length", "lam"), [("sao", 4, 1 - 1 / (1.5 * 4)), ("vapo", 40, 1 - 1 / (0.05 * 40))])
 def test_length_adaptive_lambda_is_the_published_one(name, length, lam):
-    """With values of 0, the first token's advantage is lambda^(length - 1) of the reward of the last one."""
+    """If all values are 0, the first token's advantage is the last token's reward times lambda^(length - 1)."""
     score = rewarded(1.0, values=np.zeros(1 + length, np.float32), version=0)
     batch = make_batch([a_sample([1, *[2] * length], score=score)], algorithm_name=name, kl_coef=0.0, whitens=False)
     assert float(batch.advantages[0, 0]) == pytest.approx(lam ** (length - 1))
@@ -184,7 +184,7 @@ def test_failed_row_is_masked_and_does_not_affect_the_other_rows():
 
 
 def test_rollout_metrics_match_hand_computed_values():
-    """All but consumed_samples, which the recorder adds: it counts the steps."""
+    """Every metric except consumed_samples, which the recorder adds because it counts the steps."""
     scored = scored_samples()
     metrics = metrics_of(scored, make_batch(scored, **SETTINGS))
     names = {"advantages_mean", "advantages_std", "returns_mean", "returns_std", "values_mean", "values_std"}
@@ -412,13 +412,13 @@ def test_grpo_standardises_process_rewards_within_the_group():
 
 
 def test_row_that_failed_to_get_process_rewards_is_masked():
-    """As in summary.json's ev_last: its rewards may be anything, and its values are there."""
+    """The row is excluded from summary.json's ev_last, too, although it has values."""
     sample = processed(ok=(True, False))
     expected = torch.tensor([0, 0, 0, -0.25, -0.25]) / (2 * 0.25**2) ** 0.5
     close(batch_of(sample, "grpo").advantages[0], expected, atol=1e-4, rtol=0)
     conversations = [(row,) for row in sample]
     assert process_metrics(conversations) == {"process_rewards": 0.75, "steps_per_response": 2.0}
-    # of the first row alone
+    # only the first row counts
     returns = torch.tensor([1.5, 1.5, 0.5, 0.5])
     values = torch.tensor([0.1, 0.2, 0.3, 0.4])
     variance = 1 - float((returns - values).var(correction=0) / returns.var(correction=0))

@@ -126,7 +126,7 @@ def test_agent_gets_no_further_reply_after_one_that_could_not_be_sampled(agents,
 
 @pytest.mark.timeout(120)
 def test_closing_a_generation_frees_the_slots_of_its_agents(agents, model, monkeypatch):
-    """As when memory is short: the others begin again, in the only place that there is."""
+    """The pool has a single slot, as when memory is short; the other agents restart in it."""
     monkeypatch.setattr("rlhf_triton.actor.generation.conversations.MAX_INSTANCES", 1)
     agent = agents("converse")
     source = ConversationSource(agent)

@@ -98,7 +98,7 @@ def ids(text, tokenizer=TOKENIZER):
 
 
 def talk(agent, replies, prompt=PROMPT, **more):
-    """As `talk_in_rows`; return the last row."""
+    """Hold a conversation as `talk_in_rows` does; return its last row."""
     found, seen = talk_in_rows(agent, replies, prompt, **more)
     return found[-1], seen
 
@@ -354,7 +354,7 @@ def test_conversation_starts_another_row_if_the_template_removes_thoughts(agents
 
 @pytest.mark.parametrize(("tokenizer", "num_rows"), [(TOKENIZER, 1), (FORGETFUL, 2)])
 def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokenizer, num_rows):
-    """From the first reply on, also where the template has begun another row; of prompts without roles, the text."""
+    """They receive all messages, even if the template began another row, or the text of a prompt without roles."""
     replies = ["one", "<think>\nHm.\n</think>\n\ntwo", "three"]
     plain = Prompt("1", "Play.", np.array(ids("Play.")), {"turns": 3})
     found = [talk_in_rows(agents("Countdown", tokenizer), replies, each)[0] for each in (asked(turns=3), plain)]
@@ -399,7 +399,7 @@ def test_reply_without_the_templates_end_token_gets_it():
     ("original", "first", "turns"), [(TOKENIZER, "<|extra|>", 0), (TOKENIZER, "hello", 1), (REWRITING, "hello", 1)]
 )
 def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(agents, original, first, turns):
-    """In the first observation, or in the answer to a turn, which is its text, in the same row or in a new one."""
+    """The token is in the first observation, or in the answer to a turn, in the same row or in a new one."""
     tokenizer = copy.deepcopy(original)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
     agent = agents("Doing", tokenizer, vocab_size=len(TOKENIZER), options={"first": first})
@@ -472,7 +472,7 @@ def unscored(rows):
     ],
 )
 def test_each_turn_is_sampled_from_the_whole_row_before_it(agents, model, tokenizer, uses_slots, lockstep, slots):
-    """Also with a template that rewrites every reply, so that each turn starts a row with its own draws."""
+    """A template that rewrites every reply makes each turn start a row, with its own random draws."""
     agent = agents("Countdown", tokenizer)
     agent.lockstep = lockstep
     found = generated_rows(model, agent, prompts_of(9), uses_slots, generation_batch_size=slots)
@@ -584,7 +584,7 @@ def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents):
 
 
 def test_jobs_can_be_dropped_after_the_environments_have_ended(agents, model):
-    """As when a run is left while its decoding gives way to another call."""
+    """A run may be abandoned while its decoding gives way to another call."""
     agent = agents("Countdown")
     engine = LocalGeneration(model, TOKENIZER, actor_section().generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED)
     engine.uses_slots = True

@@ -499,7 +499,7 @@ class Letters:
     ],
 )
 def test_stop_string_that_ends_within_min_new_tokens_is_ignored(written, ends):
-    """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
+    """The rule is vLLM's: `ab` may begin within the first three tokens but must end after them."""
     settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))
     generation = LocalGeneration(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
     ids = list(written.encode())
@@ -606,7 +606,7 @@ def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint):
     ids=["wrong", "bfloat16"],
 )
 def test_generation_logprobs_are_recomputed_if_wrong_or_in_bfloat16(checkpoint, settings, scale):
-    """In bfloat16 never: logits may agree by chance in the first rollout, and a resumed run has another first one."""
+    """bfloat16 is always recomputed: logits may agree by chance in the first rollout, which differs after a resume."""
     policy = make_policy(checkpoint, **settings)
     first = generate(policy)
     other = generate(policy, seed=1)

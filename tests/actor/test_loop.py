@@ -220,7 +220,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
 
 
 async def test_missing_reference_logprobs_mask_the_row(policy):
-    """One request is refused, one answer is NaN; the other rows are unaffected."""
+    """A request is refused, another's answer is NaN; the other rows are unaffected."""
 
     def change(row, found):
         if row[0] == 8:
@@ -228,7 +228,7 @@ async def test_missing_reference_logprobs_mask_the_row(policy):
         if row[0] == 14:
             found[row.size - 2] = np.nan
         else:
-            found[0] = -np.inf  # of a prompt's token that sampling never draws
+            found[0] = -np.inf  # a token of the prompt that sampling never draws
 
     reference = ServedReference(Reference(change), policy, Path())
     rows = await collected(policy, InstantScorer(), reference=reference)
@@ -277,7 +277,7 @@ async def test_collect_raises_and_leaves_no_task_if_the_critic_fails(policy):
 
 
 async def test_cancelling_collect_stops_generation_and_requests(policy):
-    """As at the end of a run whose next rollout is in progress."""
+    """At the end of a run, its next rollout is still in progress."""
     written = threading.Event()
     go_on = threading.Event()
 
@@ -554,7 +554,7 @@ async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
 
 @pytest.mark.device
 def test_run_trains_a_base_model_with_padded_vocabulary_and_two_eos_ids(tmp_path, checkpoints):
-    """As Qwen2.5's base models: a run samples no id beyond the tokenizer, responses end, and its policy says so."""
+    """The model is like Qwen2.5's base models: no id beyond the tokenizer is sampled, and responses end."""
     start = tmp_path / "start"
     policy = tmp_path / "run" / "policy"
     tokenizer = save_chat_policy(start, more=16, eos_token="<|endoftext|>")
@@ -670,7 +670,7 @@ def failing_call(owner, name, call, error):
 
 
 def gradient_is_not_finite(run, after=2):
-    """In the third optimizer step, or a later one."""
+    """Make the gradient NaN from the third optimizer step on."""
     step = run.policy_update._step
 
     def poisoned():
@@ -722,7 +722,7 @@ def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints
 
 
 def nan_weights(run):
-    """After the second step."""
+    """Make the weights NaN after the second step."""
     renew = run.policy.renew_sampler
     calls = []
 
@@ -756,7 +756,7 @@ def test_incomplete_steps_are_not_checkpointed(tmp_path, checkpoints, prepare, l
 
 
 def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path, checkpoints):
-    """In case the critic, whose server was lost, never receives the update of the last step."""
+    """The critic, whose server was lost, may never receive the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
     run = make_grpo(tmp_path, checkpoints, **{**settings, "checkpoint_every": 100})
@@ -779,7 +779,7 @@ def test_run_stops_if_only_groups_that_were_replaced_have_rewards(tmp_path, chec
     calls = itertools.count()
     server = Server(lambda _: 1.0 if next(calls) < 4 else math.nan)
     settings = {**SHORT, "max_resampled": 1, "max_failed_fraction": 0.6}
-    with pytest.raises(RlhfError, match="4 of 8 rewards are unavailable .* and the policy needs at least one"):
+    with pytest.raises(RlhfError, match=r"4 of 8 rewards are unavailable .* and the policy needs at least one"):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
@@ -920,7 +920,7 @@ def crash_in_the_fourth_update(run):
 
 
 def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoints):
-    """If the weights of the checkpoint, or older ones, have sampled them: those of steps 3 to 5, not those of 6."""
+    """Groups of steps 3 to 5 were sampled with the checkpoint's weights or older ones; those of step 6 were not."""
     crash_in_the_fourth_update(make_grpo(tmp_path, checkpoints, **AHEAD))
     before = [line for line in read_jsonl(tmp_path / "rollouts.jsonl") if line["step"] == 3]
     *_, samples = status(load_config(tmp_path / "run.yaml"))
@@ -970,7 +970,7 @@ PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
 def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoints):
-    """Not while only the critic does, when the KL is 0 whatever the coefficient."""
+    """During the warm-up only the critic trains, and the KL is 0 whatever the coefficient."""
     settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0}
     go(make_grpo(tmp_path, checkpoints, **settings))
     coefs = [line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
@@ -1001,7 +1001,7 @@ def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints
 
 @pytest.mark.device
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
-    """Not only after the response: no forward pass runs after the run has left."""
+    """No forward pass runs after the run has abandoned the rollout, even in the middle of a response."""
     run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
     forwards = []
     run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
@@ -1026,7 +1026,7 @@ LONG = [
 
 
 def test_long_calls_run_in_threads_off_the_event_loop(tmp_path, checkpoints, monkeypatch):
-    """On the event loop it would delay responses past their deadlines."""
+    """On the event loop, a long call would delay responses past their deadlines."""
     threads = {}
 
     def noted(name, function):

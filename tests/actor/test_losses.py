@@ -16,7 +16,7 @@ from samples import make_batch, method_of, scored_samples
 from rlhf_triton.actor.algorithms.importance import importance_factors
 from rlhf_triton.actor.algorithms.kl import KLControl, kl_estimate, kl_loss
 from rlhf_triton.actor.algorithms.losses import clipped
-from rlhf_triton.config.algorithms import GATES, KL_ESTIMATORS, LOSSES
+from rlhf_triton.config.algorithms import DIVERGENCES, KL_ESTIMATORS, LOSSES
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.models.logprobs import target_logprobs
 from rlhf_triton.rewards.function import import_function
@@ -102,7 +102,7 @@ def test_kl_estimate_and_kl_loss_match_hand_computed_values(kind):
 
 @pytest.mark.parametrize("distance", [3.0, 15.0, 89.0, 1000.0, -11.5, -1000.0])
 def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance):
-    """As far as exp(-d) grows without a bound, 89 nats overflow float32; a clamp alone would have gradient 0."""
+    """Unbounded, exp(-d) overflows float32 at 89 nats; a plain clamp would have gradient 0."""
     logprobs = torch.tensor([[-distance]], requires_grad=True)
     loss = kl_loss(logprobs, torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), kind="k3", total=1.0)
     loss.backward()
@@ -114,7 +114,7 @@ def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance):
 # ---- importance factors ----
 
 
-@pytest.mark.parametrize("mode", GATES)
+@pytest.mark.parametrize("mode", DIVERGENCES)
 def test_gates_mask_tokens_that_became_certain_or_impossible_and_keep_those_that_stayed_so(mode):
     sampled = torch.tensor([[0.0, -200.0, 0.0, -200.0, -math.inf]])
     logprobs = torch.tensor([[-200.0, 0.0, 0.0, -200.0, math.nan]])

@@ -37,7 +37,7 @@ def cases(kind):
 
 @cases("losses")
 def test_loss_and_gradient_match_peers(case):
-    """Of the three means, `constant` divides the sum by sequences times the longest length.
+    """The mean `constant` divides the sum by the number of sequences times the longest length.
 
     verl adds a dual clip to the clipped loss: the gradient is compared only where the dual clip has no effect.
     """
@@ -86,7 +86,7 @@ def test_gdpo_advantages_match_peers(case):
 
 @cases("flash_reinforce")
 def test_flash_reinforce_matches_peers(case):
-    """From rewards to the gradient. verl differentiates the ratio, which has the same gradient and another value."""
+    """Compares all steps up to the gradient. verl's loss, the ratio, has the same gradient and another value."""
     algorithm = ALGORITHMS["flash_reinforce"]
     inputs = advantage_inputs(torch.tensor(case["rewards"]), torch.arange(4), MASK)
     advantages = import_function(algorithm.advantage)(inputs)[0]

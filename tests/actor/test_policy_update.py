@@ -108,7 +108,7 @@ def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoin
 
 @pytest.mark.device
 def test_importance_correction_compares_the_policy_before_the_update_with_the_sampler(checkpoint):
-    """One step off policy: the old log-probs, of the policy that sampled, are computed anew by the one in training."""
+    """One step off policy, the policy in training recomputes the old log-probs of the policy that sampled."""
     correction = {"level": "token", "mode": "clip", "low": 0.5, "high": 1.5}
     policy = make_policy(checkpoint, max_off_policy_steps=1, algorithm_correction=correction)
     batch = make_batch(policy)
@@ -138,7 +138,7 @@ def test_gate_masks_tokens_or_responses_that_moved_too_far(checkpoint, level):
 
 
 def test_correction_of_mode_none_trains_on_the_plain_ratio(checkpoint):
-    """One step off policy, the old log-probs are then those of the policy before the update, without any factor."""
+    """One step off policy, the old log-probs are those of the policy before the update, and there is no factor."""
     policy = make_policy(checkpoint, max_off_policy_steps=1, algorithm_correction={"mode": "none"})
     batch = make_batch(policy)
     older = batch.logprobs - batch.mask
@@ -148,7 +148,7 @@ def test_correction_of_mode_none_trains_on_the_plain_ratio(checkpoint):
 
 
 def test_unbiased_kl_has_the_policys_ratio_to_the_sampler(checkpoint):
-    """On policy its value is that of k3; where the sampler thought less of the tokens, e times as much."""
+    """On policy its value is k3's; where the sampler's log-probs are lower by 1, it is e times as large."""
     found = {}
     for kind, shift in (("k3", 0.0), ("unbiased", 0.0), ("unbiased", -1.0)):
         policy = make_policy(checkpoint, kl_penalty_in="loss", kl_estimator=kind, algorithm_name="reinforce++")

@@ -35,7 +35,7 @@ def read(path, *, limit=None, tokenizer=bytewise, **limits):
 
 
 class PanicException(BaseException):
-    """What the Rust code of `tokenizers` raises when it panics."""
+    """The exception that the Rust code of `tokenizers` raises when it panics."""
 
 
 class Chat:

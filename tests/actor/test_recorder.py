@@ -53,7 +53,7 @@ SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 class TinyPolicy:
-    """What checkpoints are made of, and nothing that generates."""
+    """The parts of a policy that checkpoints save, without generation."""
 
     ranks = ALONE
 
@@ -99,7 +99,7 @@ def server():
 
 
 class Recorded:
-    """What a run records with, before `start` and after."""
+    """The objects with which a run records, before and after `start`."""
 
     def __init__(self, folder, server, reference_folder=Path("start"), **actor):
         settings = nested(ActorSection, {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor})
@@ -266,7 +266,7 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(tmp_path, server, cap
 
 
 async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, server, monkeypatch):
-    """One that cannot be seen from here is not compared."""
+    """A reference whose files are not on this machine is not compared."""
     served = {"kl_reference": "triton", "kl_coef": 0.1}
     weights = {"one": "a.1", "other": "b.1", "same weights": "a.2", "of 0.1.0": "a"}
     monkeypatch.setattr("rlhf_triton.actor.run.checkpoints.fingerprint_model", lambda folder: weights[folder.name])
@@ -381,7 +381,7 @@ NO_SCORE = math.nan
         ([(NO_SCORE, None)], [None]),
         ([(0.5, None), (0.2, None), (NO_SCORE, None), (0.1, None)], [1, 1, 1, 1]),
         ([(0.1, None), (0.6, None)], [1, 2]),
-        ([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], [1, 1, 3, 4, 4]),  # of versions that are not compared
+        ([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], [1, 1, 3, 4, 4]),  # 0 and 1 are not compared
     ],
 )
 async def test_best_validation_has_the_highest_reward_within_one_reward_version(tmp_path, server, results, best):
@@ -485,7 +485,7 @@ def test_changed_seed_and_deterministic_setting_are_listed(tmp_path):
 
 
 def test_changed_reward_model_is_listed_with_both_paths(tmp_path, checkpoints):
-    """Not by its content alone, which differs as well."""
+    """Its content differs as well, but is not listed separately."""
     run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
     before, now = (
         RunConfig.model_validate({**run, "reward": {"model": str(model)}})
@@ -610,7 +610,7 @@ def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path):
     config = RunConfig.model_validate({**settings, "trainer": {"publish": {"every": 3}}})
     before = shown(config, RequestCounters(requests=5), lambda _: None)
     assert (before["steps_planned"], before["allowed_staleness"], before["requests_total"]) == (9, 2, 5)
-    assert before["step_timestamp_seconds"] > 0  # of the start: an alert on old steps needs one
+    assert before["step_timestamp_seconds"] > 0  # when the run started: the alert on old steps needs a time
     assert "step" not in before
 
     def two_steps(metrics):

@@ -265,7 +265,7 @@ def test_replay_names_each_difference_of_the_environment(copy, monkeypatch, caps
 
 
 def flip_a_bit(run):
-    """In the log-probs of the first group."""
+    """Flip one bit in the log-probs of the first group."""
     records = read_records(samples_of(run), 1)
     path, record = next((place.path, record) for place, record in records if record.header["kind"] == "group")
     data = bytearray(path.read_bytes())
@@ -355,7 +355,7 @@ def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_fork_with_another_setting_differs_only_from_its_step_on(step, grpo, tmp_path, checkpoints, capsys):
-    """From a checkpoint, from a step without one, and from the start; unchanged, it does the same as the run."""
+    """Forks start at a checkpoint, at a step without one, and at step 0; an unchanged fork repeats the run."""
     for name, change in (("same", []), ("other", ["actor.algorithm.clip_ratio=0.001"])):
         folder = tmp_path / name
         options = ["--step", str(step), "--fork", str(folder), "actor.steps=3", "actor.optimizer.lr=1e-2"]
@@ -426,7 +426,7 @@ def train_with_critic(config):
 
 
 def test_fork_of_a_run_with_a_critic_goes_on_with_the_critic_of_its_step(tmp_path, checkpoints, capsys):
-    """From a checkpoint, and from a step without one; unchanged, it trains both models as the run did."""
+    """Forks start at a checkpoint and at a step without one; an unchanged fork trains both models as the run did."""
     folder = tmp_path / "run"
     policy, critic = train_with_critic(make_run(folder, checkpoints, actor={**SETTINGS, **PPO, "steps": 4}).config)
     assert main([str(folder), "--step", "1", "--to", "4"]) == 0

@@ -31,7 +31,7 @@ SIZE = 4
 
 @dataclass
 class GroupOfSimulation:
-    """What `Rollouts` uses of a `GroupInFlight`."""
+    """The part of a `GroupInFlight` that `Rollouts` uses."""
 
     versions: asyncio.Future[VersionRange | None]
     scored: asyncio.Task[Group]
@@ -132,7 +132,7 @@ def log_normal(_, seed, index):
 
 @dataclass
 class Trained:
-    """What the steps of a simulated run took, and when."""
+    """The groups that the steps of a simulated run took, and when."""
 
     groups: list[list[Group]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
@@ -149,7 +149,9 @@ def make_rollouts(simulation, inputs, critic, **actor):
         **actor,
     }
     settings = actor_section(model=Path("policy"), **given)
-    return Rollouts(settings, inputs, simulation, critic, sampled=lambda *_: None, publish_every=1, truncated="score")
+    return Rollouts(
+        settings, inputs, simulation, critic, record_sampled=lambda *_: None, publish_every=1, truncated="score"
+    )
 
 
 async def trained(rollouts, critic, steps):
@@ -261,7 +263,7 @@ def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):
 
 
 def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs):
-    """Also for updates that are sent after the group is generated; with resampling, a step takes groups early."""
+    """The critic's update may be sent after the group is generated; with resampling, a step takes groups early."""
 
     async def main(**actor):
         critic = InstantCritic()
@@ -351,7 +353,7 @@ def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
         simulation = Simulation(log_normal)
         critic = InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=4, max_off_policy_steps=1)
-        rollouts.kept = kept
+        rollouts.resumed_groups = kept
         found = await trained(rollouts, critic, range(1, 5))
         assert found.staleness == [0, 1, 1, 1]
         assert [name for name, *_ in simulation.started] == ids([*found.groups[2], *found.groups[3]])

@@ -60,7 +60,7 @@ from rlhf_triton.wire.contract import (
 
 PATIENCE_S = 120.0  # far beyond what any of this takes; a broken loop fails after it instead of hanging
 NAN = float("nan")
-VERSIONS = VersionRange(4)  # of the critic, as a step demands
+VERSIONS = VersionRange(4)  # versions of the critic that a step demands
 
 
 def one_row(index):
@@ -297,7 +297,7 @@ def test_step_that_ends_in_environment_text_is_credited_to_the_turn_before(token
 
 @pytest.mark.parametrize(("is_chat", "before"), [(False, ""), (True, ""), (False, "<|im_start|>")])
 def test_step_rewards_of_texts_are_placed_on_the_token_with_the_steps_last_character(tokenizer, is_chat, before):
-    """Also where the prompt's text is another than that of its tokens, as BOS is none."""
+    """The prompt's text may differ from the text of its tokens, because BOS has none."""
     response = " Return a line. a good day"
     (row,) = written(tokenizer, response)
     messages = {"messages": [user("Open it.")]} if is_chat else {}
@@ -373,7 +373,7 @@ class Swapping:
 
 @pytest.mark.parametrize(
     ("answers", "versions"),
-    [  # of the two rows in each request, and in the end
+    [  # versions of the two rows in each reply, and in the result
         pytest.param([[1, 1]], [1, 1], id="one version is left alone"),
         pytest.param([[1, 2], [2, 2]], [2, 2], id="two versions are scored again"),
         pytest.param([[1, 2], [2, 3], [3, 3]], [3, 3], id="a swap meanwhile"),

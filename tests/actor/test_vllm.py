@@ -144,7 +144,7 @@ async def test_two_ranks_load_each_version_into_vllm_once(setup, lora_rank):
 
 
 async def test_dropped_jobs_do_not_wait_for_their_vllm_responses(setup):
-    """As at `actor.max_minutes`, after which the validation is still sampled."""
+    """A run that ends at `actor.max_minutes` drops its jobs and then still samples the validation."""
     async with FakeVllm() as server:
         here = setup(server)
         found = []

@@ -27,7 +27,7 @@ SEED = int(os.environ.get("CRASH_SEED", 1))
 RANKS = int(os.environ.get("CRASH_RANKS", 1))
 LOOK_EVERY_S = 0.05
 STEPS_AFTER = 6  # steps trained after the last kill
-TOLERANCE = 1e-5  # of rewards and values: the server shares forward passes among rows
+TOLERANCE = 1e-5  # for rewards and values, since the server shares forward passes among rows
 
 
 def drive(system, traffic, killer, steps):

@@ -34,7 +34,7 @@ KILLS = int(os.environ.get("CRASH_KILLS", len(VICTIMS)))
 SEED = int(os.environ.get("CRASH_SEED", 1))
 AHEAD = 2
 STALENESS = 1
-# of a step, and responses to each
+# prompts per step, and responses per prompt
 PROMPTS = 4
 SIZE = 4
 TOGETHER = 0.3  # share of the kills right after which another process is killed

@@ -13,7 +13,7 @@ from rlhf_triton.store.sealed_folder import saved_steps
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", 2))
 SEED = int(os.environ.get("CRASH_SEED", 1))
-KILLS_UNTIL = 0.8  # of the duration
+KILLS_UNTIL = 0.8  # share of the duration
 NUM_KILLS = 20
 LEAST_PAUSE_S = 10.0  # between the step after a kill and the next kill
 LOOK_EVERY_S = 0.1
@@ -44,7 +44,7 @@ def make_soak_run(folder, checkpoints):
 
 
 class Soak:
-    """One soak test: kills processes while the system runs."""
+    """A soak test that kills processes while the system runs."""
 
     def __init__(self, system, minutes, generator):
         self.kills = []

@@ -91,7 +91,7 @@ def secrets(pod):
 
 @layout
 def test_pods_receive_only_the_secrets_they_need(overlay):
-    """Who serves gets all of them, because rewards may be judges."""
+    """Pods that serve receive all secrets, because rewards may be judges."""
     found = {name: [secret.get("key") for secret in secrets(pod)] for name, pod in pods(overlay).items()}
     several = {"rlhf-server": [None], "rlhf-trainer": ["TRITON_CONTROL_KEY"], "rlhf-actor": ["TRAINING_KEY"]}
     assert found == ({"rlhf-run": [None]} if overlay == "single" else several)

@@ -75,7 +75,7 @@ def test_decoding_step_synchronises_with_the_gpu_at_most_twice(checkpoint, setti
 
 
 def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint):
-    """In a copy that generates beside the policy: no weight changes or moves, and its texts are the policy's own."""
+    """They are merged in a copy that generates beside the policy: the policy's weights neither change nor move."""
     policy = make_policy(
         checkpoint, precision="float32", lora_rank=4, lr=1e-2, max_off_policy_steps=1, old_logprobs="sampler"
     )

@@ -192,7 +192,7 @@ def test_report_shows_the_hand_computed_gold_score(tmp_path):
     good = 1.9 / (1.9**2 + 15) ** 0.5
     assert figures["gold_before"] == 0.0
     assert figures["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
-    assert figures["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
+    assert figures["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # bounds of the mean over two resampled pairs
 
 
 @pytest.mark.slow

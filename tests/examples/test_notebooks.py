@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress")  # of tqdm: there is no ipywidgets here
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress")  # tqdm warns because ipywidgets is not installed
     return tmp_path
 
 

@@ -40,12 +40,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 TOGETHER = 4  # requests of a round
-PAUSE_S = 0.05  # of the good client
+PAUSE_S = 0.05  # between requests of the good client
 TOLERANCE = 1e-4
 # A status 500 is a defect, unless its message contains one of these, which tritonserver's own parsers send.
 TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "unexpected", "Unexpected")
 GATEWAY_BYTES = 300e6  # above its memory at the start
-WAITING_BYTES = 2 * 262_144  # of a body that waits for room: asyncio reads as much at once, twice
+WAITING_BYTES = 2 * 262_144  # read of a body that waits for memory: asyncio reads as much at once, twice
 NUM_LEFT_OPEN = 40
 TRAINING_KEY = "open sesame"
 KEY_VARIABLE = "FUZZ_TRAINING_KEY"

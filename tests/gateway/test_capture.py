@@ -537,7 +537,7 @@ async def test_sessions_are_bounded_in_number_tokens_and_idle_time(caplog):
 
 
 async def test_a_session_counts_the_tokens_of_all_its_rows():
-    """Also those that a branch repeats: its row has them again."""
+    """Tokens that a branch repeats count again, because its row contains them."""
     async with scripted_gateway(ScriptedSampler(), most_tokens=700) as (caller, sessions):
         first = await say(caller, "s", [{"role": "user", "content": "word " * 30}])
         body = {"messages": [{"role": "user", "content": "word " * 30}, first, USER]}
@@ -599,7 +599,7 @@ async def test_session_without_calls_stays_closed_once_it_is_ended(is_called):
 
 
 async def test_disconnected_clients_leave_no_session_turn_or_task():
-    """Of 60 sessions, every third disconnects while the policy samples in its first call, the next in its second."""
+    """A third of the 60 sessions disconnect during the policy's first call, another third during its second."""
     sampler = ScriptedSampler()
     async with scripted_gateway(sampler) as (caller, sessions):
         messages = {name: [USER] for name in range(60)}

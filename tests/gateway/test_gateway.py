@@ -422,7 +422,7 @@ async def test_a_first_request_waits_for_a_server_and_fails_with_the_cause():
 
 
 async def test_shutdown_does_not_wait_for_disconnected_clients(monkeypatch):
-    """Not even while their request waits for a server."""
+    """The disconnected clients' requests are still waiting for a server."""
     asked = asyncio.Event()
     served = reward_source.RewardSource.served
 
@@ -527,7 +527,7 @@ async def test_large_bodies_wait_for_each_other_and_small_ones_do_not():
 
 
 async def test_slow_upload_does_not_hold_up_other_large_bodies():
-    """What has arrived of it leaves too little room for the other one, which is complete first."""
+    """The part that has arrived leaves too little memory for the other body, which is complete first."""
     async with FakeReward() as server, gateway(server.url, MAX_BODY_BYTES=300_000, BODY_S=60) as caller:
         body = json.dumps({"query": ["x" * 250_000]}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.rpartition(":")[2]))

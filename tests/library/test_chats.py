@@ -180,7 +180,7 @@ STRINGS = (
     ],
 )
 def test_tool_call_arguments_are_rendered_once_as_text_or_object(template, written):
-    """As JSON texts, as in OpenAI's format, or as objects; DeepSeek's templates take only texts, and a content."""
+    """Arguments are JSON texts (as OpenAI's) or objects; DeepSeek's templates accept only texts and need a content."""
     tokenizer = make_text_tokenizer("qwen2", chat_template=template)
     for arguments in ('{"at": "Rome"}', {"at": "Rome"}):
         messages = [USER, {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}]

@@ -561,7 +561,7 @@ def test_an_unused_reward_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "precisions"),  # of reward, critic, reference, trainer and policy
+    ("overrides", "precisions"),  # precisions of reward, critic, reference, trainer and policy
     [
         ((), ["float32"] * 5),
         (("reward.device=cuda", "trainer.device=cuda:1"), ["bfloat16", "float32", "float32", "bfloat16", "float32"]),

@@ -184,7 +184,7 @@ def texts(*rows):
 
 
 def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
-    """As critic_train reads it."""
+    """Read the step's identity as critic_train does."""
     return contract.optional_text("run_id", run_id), contract.optional_count("step", step, minimum=1)
 
 

@@ -191,7 +191,7 @@ async def test_server_without_the_clients_model_is_refused_with_the_missing_sect
 
 
 def test_blocking_client_works_inside_a_running_event_loop():
-    """As in a notebook, whose cells run in one."""
+    """The cells of a notebook run in an event loop."""
 
     def call(critic):
         async def cell():

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.connection import attempt_failure
-from rlhf_triton.client.errors import Kind
+from rlhf_triton.client.errors import ErrorKind
 from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
 from rlhf_triton.models.modeling import RewardModel, load_reward
 from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory
@@ -146,7 +146,7 @@ def test_model_refuses_requests_after_a_device_error(reward, monkeypatch, at_lau
         refused = str(ask(reward).error)
         assert refused.startswith("UNAVAILABLE: reward_model has lost its device")
         assert UNTIL_LOADED in refused
-        assert attempt_failure(InferenceServerException(refused, "500"), 1.0).kind is Kind.DEAD
+        assert attempt_failure(InferenceServerException(refused, "500"), 1.0).kind is ErrorKind.DEAD
     wait_for(lambda: bool(counted))  # it is counted after the answer
     assert counted == [(1, 0)]
 

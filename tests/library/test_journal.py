@@ -92,7 +92,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(os, "fsync", lambda descriptor: None)  # it takes most of the time
-        self.contents = {}  # of the accepted steps
+        self.contents = {}  # payloads of the accepted steps
         self.pending = []  # without a result
         self.kept = set()  # training entries that have one, until a checkpoint covers them
 

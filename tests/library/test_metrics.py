@@ -1,4 +1,4 @@
-"""What Prometheus, log readers and trace collectors receive from a process, and its signals and memory."""
+"""A process's metrics, logs and traces, its signals and its memory."""
 
 import asyncio
 import gc
@@ -100,7 +100,7 @@ def test_exporter_is_off_without_a_port_and_warns_once_if_it_is_taken(tmp_path, 
 
 
 def test_triton_metric_families_are_never_freed(monkeypatch):
-    """One that Triton's stub frees when a model is unloaded ends the process with a segfault."""
+    """Triton's stub segfaults if it frees a metric family when a model is unloaded."""
     families = weakref.WeakSet[stub.MetricFamily]()
     metric = stub.MetricFamily()
 
@@ -149,7 +149,7 @@ def test_json_log_line_has_all_fields():
 def test_log_position_persists_until_it_is_set_again():
     set_log_position(step=7, version=3)
     set_log_position(step=8)
-    lines = [line(), line(step=2, version=1)]  # of a task that works on another step
+    lines = [line(), line(step=2, version=1)]  # the second is written by a task that works on another step
     set_log_position(version=0)
     assert [(each["step"], each["version"]) for each in (*lines, line())] == [(8, 3), (2, 1), (8, 0)]
 
@@ -249,7 +249,7 @@ def test_span_continues_a_remote_parents_trace(received):
     with tracing.tracing("sidecar", received.url, "my-run"):
         with span("other"), span("train", parent=REMOTE, step=3):
             pass
-        with span("untraced", parent=None, step=4):  # of a client that sends no context
+        with span("untraced", parent=None, step=4):  # the client sends no context
             pass
         with span("unsampled", parent=REMOTE[:-1] + "0"):
             assert str(traceparent())[-2:] == "00"

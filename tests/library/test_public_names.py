@@ -15,7 +15,7 @@ Sample Scores ServerFailed Services TrainAnswer count serve train
 
 
 def test_public_names_match_the_frozen_list():
-    """One that is added or goes changes what users may rely on."""
+    """A name that is added or removed changes what users may rely on."""
     assert rt.__all__ == dir(rt) == PUBLIC.split()
     for name in rt.__all__:
         assert getattr(rt, name).__doc__, name

@@ -103,7 +103,7 @@ def test_scores_have_process_reward_steps_and_several_labels():
 
 
 class Table(list[str]):
-    """As a data frame, whose entries are the names of its columns."""
+    """A table like a data frame: iterating over it gives the names of its columns."""
 
     columns = ("a", "b")
 

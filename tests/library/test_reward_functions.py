@@ -346,7 +346,7 @@ def test_reward_class_is_created_once_with_its_options_and_reports_counts():
 
 @pytest.mark.parametrize(("name", "amount"), [("A", 1), ("a b", 1), ("", 1), ("a", -1), ("a", math.inf)])
 def test_count_refuses_invalid_names_and_amounts(name, amount):
-    take_counts()  # of other tests in this process
+    take_counts()  # drop the counts of other tests in this process
     with pytest.raises(ValueError, match="counter"):
         count(name, amount)
     assert take_counts() == {}
@@ -481,7 +481,7 @@ def test_a_coroutine_is_awaited_within_its_time_limit(make_pool):
 
 
 def test_trl_functions_get_none_for_missing_columns():
-    """As with `datasets`, whose rows have the union of all columns."""
+    """Rows of `datasets` have the union of all columns, too."""
     function = load_function(f"{TRL_FILE}:by_task", columns=["answer", "task", "tests"])
     math_, code = responses("ax", answer="x", task="math") + responses("y", task="code", tests=["t"])
     assert function(math_) == 1

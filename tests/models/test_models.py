@@ -471,7 +471,7 @@ def test_linear_head_rejects_models_that_change_their_logits(kind, config, is_li
 
 # ---- rotary tables ----
 
-LIMIT = tiny_checkpoints.POSITIONS // 2  # of the rows that leave the rotary table as it is
+LIMIT = tiny_checkpoints.POSITIONS // 2  # longest row that leaves the rotary table as it is
 
 
 LONGROPE = {

@@ -215,7 +215,7 @@ LAST = {**dict.fromkeys(MODELS, LIMIT), "gpt2": POSITIONS, "opt": POSITIONS, "gp
 
 @pytest.mark.parametrize("model", LAST)
 def test_policy_with_too_few_positions_is_refused_at_the_start(tmp_path, model):
-    """Where positions are learned, it would end with an IndexError in the first step with a response as long."""
+    """With learned positions, the run would end with an IndexError at the first response that is too long."""
     message = rf"more than {LAST[model]} tokens.*actor.prompts.max_tokens \(6\) \+ actor.generation.max_new_tokens"
     with pytest.raises(CheckpointError, match=message):
         policy_of(tmp_path, model, length=LAST[model] + 1)

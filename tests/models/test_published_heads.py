@@ -167,12 +167,12 @@ class Shape:
     head: dict[str, tuple[int, ...]]
     formula: Formula | None = None  # default: the layers of the head at the last token, with ReLU between them
     config: dict[str, Any] = field(default_factory=dict)  # further keys of config.json
-    settings: dict[str, Any] = field(default_factory=dict)  # of `load_reward`
-    root: str | None = None  # of the body's names, instead of transformers' own
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of `load_reward`
+    root: str | None = None  # prefix of the body's tensors; default: transformers' own
     language: bool = False  # it has lm_head.weight, too
-    dtype: torch.dtype = torch.float32  # of the head
-    file: str | None = None  # of the head, if it has one of its own
-    values: dict[str, list[float]] = field(default_factory=dict)  # of tensors that are not random
+    dtype: torch.dtype = torch.float32  # the head's
+    file: str | None = None  # the head's own file, if it has one
+    values: dict[str, list[float]] = field(default_factory=dict)  # tensors that are not random
 
     def __post_init__(self):
         if self.formula is None:
@@ -1028,7 +1028,7 @@ def test_config_keys_without_effect_on_scores_are_accepted(tmp_path, config):
 
 
 def test_model_type_that_transformers_remaps_is_remapped(tmp_path):
-    """With `layer_types`, mistral is ministral: its first layer reads the whole row."""
+    """transformers loads a mistral with `layer_types` as ministral, whose first layer attends to the whole row."""
     shape = Shape("mistral", "MistralForSequenceClassification", one("score"))
     save(tmp_path, shape)
     change_config(tmp_path, layer_types=["full_attention", "sliding_attention"], sliding_window=4)

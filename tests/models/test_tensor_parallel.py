@@ -118,7 +118,7 @@ def test_tensor_parallel_swap_runs_no_forward_while_loading(ranks, tmp_path, mon
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_version_refused_by_one_rank_is_served_by_none(ranks, versions, is_cut):
-    """What only the last rank reads of a layer: a row is cut off, or NaN is written into it."""
+    """The fault is in the slice that only the last rank reads: a row is missing, or contains NaN."""
     served = ranks.load("load_critic", versions[0], None, {})
     tensors = load_file(versions[1] / WEIGHTS_FILE)
     tensors[LAYER][-1] = torch.nan

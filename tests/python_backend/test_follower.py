@@ -200,7 +200,7 @@ def test_version_truncated_after_its_load_is_rejected(store, instance):
 
 @pytest.mark.parametrize("swaps", [True, False])
 def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store, swaps):
-    """In Triton mode no swap comes later, so a process that starts must end up at what CURRENT names."""
+    """In Triton mode no swap follows, so a process that starts must load the version that CURRENT names."""
     publish(store, 0.5)
     instance = Instance(store, swaps=swaps)
     pruned = []

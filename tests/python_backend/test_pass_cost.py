@@ -65,7 +65,7 @@ def test_calibration_rows_stay_within_max_length():
 
 @pytest.mark.parametrize(("constant", "slope", "overhead"), [(2e-3, -1e-6, 256), (-1e-4, 2e-5, 0)])
 def test_cost_of_a_pass_is_never_negative(constant, slope, overhead):
-    """As if on a busy machine; the log of a server's start shows the cost."""
+    """On a busy machine the measured times may suggest a negative cost; the log of a server's start shows the cost."""
     machine = Machine(constant, slope)
     found = cost.fit_pass_cost(machine.run, token_budget=1024, longest=None, clock=lambda: machine.now)
     assert min(found) == 0.0

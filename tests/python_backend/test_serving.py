@@ -453,7 +453,7 @@ def test_request_for_a_version_not_served_is_refused_alone(numbered):
 
 
 def test_request_waits_briefly_for_a_swap_to_its_demanded_version(numbered):
-    """Also for one that is rejected; and no longer than a moment, because another server may be faster."""
+    """The version may be rejected. The wait is short, because another server may be faster."""
     numbered.coming = 2
     numbered.loaded.execute([waiting := demanding(min_version=2)])
     assert waiting.responses.empty()

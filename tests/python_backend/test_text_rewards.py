@@ -177,7 +177,7 @@ def test_text_pair_scores_match_the_pipeline(tmp_path, family):
 
 @pytest.mark.parametrize("head", ["reward", "critic"])
 def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path, head):
-    """With a head on each token and with an encoder's own head."""
+    """The models have a head on each token, and an encoder's own head."""
     save_text_reward(tmp_path, "bert")
     if head == "critic":
         save_tiny(tmp_path, "bert", "critic", vocab_size=VOCAB, pooling="last", max_position_embeddings=POSITIONS)
@@ -601,7 +601,7 @@ def test_process_reward_of_tokens_splits_steps_at_the_separator(serve, tmp_path)
 
 @pytest.mark.parametrize("head", ["critic", "reward"])
 def test_token_granularity_gives_a_reward_at_every_response_token(serve, tmp_path, head):
-    """Of a token classifier, and of a decoder's sequence classification head applied at each token."""
+    """The models are a token classifier, and a decoder whose sequence classification head is applied at each token."""
     if head == "critic":
         save_model(tmp_path, head)
     else:

@@ -139,7 +139,7 @@ SEVERAL = {
     },
     "ranks": {"critic": {"tensor_parallel": 2}},
 }
-OTHER_THREADS = 8  # of the sidecar: gRPC's, and Python's own
+OTHER_THREADS = 8  # the sidecar's threads for gRPC, and Python's own
 
 
 @pytest.fixture(scope="module", params=SEVERAL)
@@ -201,7 +201,7 @@ def test_critic_instances_share_requests_and_swap_versions_together(several):
 
 @pytest.mark.slow
 def test_killed_critic_instance_is_replaced(several):
-    """What a killed instance had taken over is lost. Without a rank, rank 0 refuses requests until it is unloaded."""
+    """Requests of the killed instance are lost. If a rank is missing, rank 0 refuses requests until it is unloaded."""
     processes = processes_of(several)
     with CriticLoad(several.run.url, ROWS) as load:
         processes[1].kill()

@@ -25,7 +25,7 @@ from settled import settled_statistics
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
-from rlhf_triton.store.control_key import GRPC_HEADER, HEADER, control_key
+from rlhf_triton.store.control_key import GRPC_HEADER, KEY_HEADER, control_key
 from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
@@ -288,7 +288,7 @@ def test_training_and_saving_need_the_key(live, training_key):
 
 @pytest.mark.parametrize("name", ["Origin", "origin"])
 def test_requests_with_an_origin_header_can_neither_train_nor_save(live, name):
-    """As a browser sends it without asking the server first; a parameter in the body does not hide the header."""
+    """Browsers send such requests without asking the server first; a parameter in the body does not hide the header."""
     before = live.run.journal.last_step()
     for model, tensor in NUMBERS.items():
         headers = {"Content-Type": "text/plain", name: "http://elsewhere.example"}
@@ -364,7 +364,7 @@ def test_apis_that_change_the_server_need_the_control_key(live, holder):
     """docs/operating.md has the table. Over gRPC, every method is called."""
     control = control_key(live.run.config.run.weights_dir)
     key = {"none": "", "wrong": "guessed", "training": "open sesame", "control": control}[holder]
-    headers = dict.fromkeys((HEADER, GRPC_HEADER), key) if key else {}
+    headers = dict.fromkeys((KEY_HEADER, GRPC_HEADER), key) if key else {}
     paths = {**CLOSED_PATHS, **dict.fromkeys(OPEN_PATHS)}
     answers = {path: call(live.run.url, f"/v2/{path}", body, headers) for path, body in paths.items()}
     closed = {path for path, answer in answers.items() if "restricted" in answer.text}
@@ -389,4 +389,4 @@ def test_load_without_the_control_key_is_refused_and_the_key_is_masked_in_argv(l
         if process.name() == "tritonserver"
     ]
     shown = " ".join(server.cmdline())
-    assert (key in shown, f"{HEADER}={'*' * len(key)}" in shown) == (False, True)
+    assert (key in shown, f"{KEY_HEADER}={'*' * len(key)}" in shown) == (False, True)

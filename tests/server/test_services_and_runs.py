@@ -75,7 +75,7 @@ def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path, c
 
 
 def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path, checkpoints, capfd):
-    others = {*psutil.Process().children()}  # of tests before it
+    others = {*psutil.Process().children()}  # started by earlier tests
     with pytest.raises(rt.RlhfError) as caught:
         rt.train(
             checkpoints.policy, prompts=tmp_path / "none.jsonl", reward=make_reward(), dir=tmp_path / "run", **SMALL

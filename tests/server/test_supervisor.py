@@ -98,7 +98,7 @@ class Rig:
             raise ControlPlaneError(model, Failure.DIED)
 
     def request(self):
-        """As a process that is held for a second does: fail for good."""
+        """Fail for good, as a process that hangs for a second does."""
         if self.held():
             self.failures += 1
             self.lost = True
@@ -200,7 +200,7 @@ def test_process_without_forward_progress_on_its_gpu_is_replaced(rig, monkeypatc
 
 
 def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
-    """As one whose GPU's context is broken: errors come at once, and raise Triton's own counters of requests."""
+    """A model with a broken GPU context fails at once, which raises Triton's own counters of requests."""
     requests = forwards = 0  # answered with an error; passes for others
 
     def fail(*_):

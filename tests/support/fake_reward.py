@@ -45,7 +45,7 @@ class FakeReward(FakeTriton):
         groupwise: bool = False,
     ) -> None:
         super().__init__(behaviour)
-        self.version: int | None = None  # of the weights, an output of a reward model that has versions
+        self.version: int | None = None  # version of the weights, an output of a reward model that has versions
         self.received: list[dict[str, np.ndarray]] = []
         self.demanded: list[int | None] = []  # `min_version` of each request
         self.terms = terms

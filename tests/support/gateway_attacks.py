@@ -15,7 +15,7 @@ INVALID = ({}, [], 5, {"text": 1}, {"tokens": ["a"] * 100}, {"messages": [{}] * 
 ITEMS = ({}, [], "", "\u0101", {"a": 1}, 1000, 1.5)
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "A list"}
-PLACES = (  # of many items; `**`: as fields, a quarter of them
+PLACES = (  # where many items go; `**`: a quarter of them, as fields
     b'{"inputs": [{"text": "a", "metadata": {"a": %s}}]}',
     b'{"inputs": [{"tokens": %s}]}',
     b'{"inputs": %s}',

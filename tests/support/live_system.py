@@ -44,7 +44,7 @@ from rlhf_triton.trainer.publish import initialise_stores
 from rlhf_triton.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
 
 POSITIONS = 128
-TOLERANCE = 1e-5  # of what a server computes
+TOLERANCE = 1e-5  # for everything that a server computes
 TEXTS = (
     "Return the number of items in the list.",
     "The parser reads a line and returns its words.",
@@ -434,7 +434,7 @@ def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float =
 
 
 def validations_of(folder: Path) -> list[Any]:
-    """What the validations of a run leave, but for times, and for values, which depend on when an update is served."""
+    """Return the files of a run's validations without times and values, which depend on when an update is served."""
     lines = [
         {**line, "timers/validation_time": 0, "explained_variance": None}
         for line in read_jsonl(folder / "validations.jsonl")

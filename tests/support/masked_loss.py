@@ -1,4 +1,4 @@
-"""What every policy loss must keep: `check_masked_loss`, for built-in losses and for a user's own."""
+"""Invariants of every policy loss: `check_masked_loss`, for built-in losses and for a user's own."""
 
 import math
 from dataclasses import replace

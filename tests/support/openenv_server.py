@@ -12,7 +12,9 @@ class OpenEnvServer:
 
     def __init__(self) -> None:
         self.sessions = self.refused = self.pongs = 0
-        self.failing: list[Callable[[web.Request], web.Response]] = []  # of the next requests, in place of a session
+        self.failing: list[
+            Callable[[web.Request], web.Response]
+        ] = []  # handlers of the next requests, instead of a session
         self.resets: list[dict[str, Any]] = []
         self.transports: list[asyncio.Transport | None] = []
 

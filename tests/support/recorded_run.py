@@ -36,7 +36,7 @@ TOKENIZER = make_tokenizer()
 
 
 class UntrainedPolicy:
-    """What the recorder asks of a policy."""
+    """The part of a policy that the recorder uses."""
 
     tokenizer = TOKENIZER
     fingerprint = "of its start"

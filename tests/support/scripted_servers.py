@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rlhf_triton.client.errors import AttemptFailed, Kind
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.client.servers import Server
 from rlhf_triton.config import ClientSection
 
-REFUSED = AttemptFailed(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
-LOST = AttemptFailed(Kind.LOST, "did not respond within 1 s")
-DEAD = AttemptFailed(Kind.DEAD, "refused", "Stub process is not healthy.")
-UNLOADED = AttemptFailed(Kind.UNLOADED, "refused", "Request for unknown model: 'm' has no available versions")
-BUSY = AttemptFailed(Kind.BUSY, "refused", "no room")
+REFUSED = AttemptFailed(ErrorKind.UNREACHABLE, "cannot be reached", "Connection refused")
+LOST = AttemptFailed(ErrorKind.LOST, "did not respond within 1 s")
+DEAD = AttemptFailed(ErrorKind.DEAD, "refused", "Stub process is not healthy.")
+UNLOADED = AttemptFailed(ErrorKind.UNLOADED, "refused", "Request for unknown model: 'm' has no available versions")
+BUSY = AttemptFailed(ErrorKind.BUSY, "refused", "no room")
 
 
 class Scripted:

@@ -11,7 +11,7 @@ from http_server import HttpServer
 
 @dataclass(frozen=True)
 class Span:
-    """One span as it was received; ids in hex."""
+    """A span as received; ids are hexadecimal."""
 
     service: str
     name: str

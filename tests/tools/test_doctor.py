@@ -192,7 +192,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("told", DAMAGE)
 def test_doctor_reports_weights_that_do_not_load(told, tmp_path, checkpoints):
-    """All its other checks passed, and `serve` refused the model."""
+    """Every other check of doctor passed on this model, although `serve` refused it."""
     shutil.copytree(checkpoints.reward, tmp_path / "reward")
     (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}/run}}\nreward: {{model: {tmp_path}/reward}}")
     assert findings(tmp_path / "my.yaml")["weights"].text == "reward.model loads, and its weights are finite"
@@ -260,7 +260,7 @@ def test_find_tritonserver_uses_path_if_no_wheel_is_installed(wheel, tmp_path, m
 
 
 def test_lay_out_backends_is_idempotent_for_wheel_and_image(wheel, tmp_path, monkeypatch):
-    """With the package, where its path is not ASCII: in an editable install the stub's Python cannot open that."""
+    """The package is copied if its path is not ASCII, because the stub's Python cannot open such a path."""
     files = {"libtriton_python.so", "triton_python_backend_utils.py", STUB}
     for package, names in ((tmp_path / "plain", set()), (tmp_path / "ü", {"ü"})):
         monkeypatch.setattr("rlhf_triton.tools.server.triton_home._PACKAGE", package)

@@ -1,4 +1,4 @@
-"""What doctor and the start of a run report about tokenizers, chat templates and the prompts' texts."""
+"""Findings of doctor and of a run's start about tokenizers, chat templates and the prompts' texts."""
 
 import contextlib
 import json
@@ -266,7 +266,7 @@ def test_prompt_text_that_ends_with_an_end_token_is_warned_about(tmp_path, confi
 
 
 def test_models_with_too_few_embeddings_for_the_policys_tokens_are_refused(tmp_path, config):
-    """By name, before the start: a run would end at the first such token."""
+    """They are named before the start; the run would fail at the first such token."""
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
     tokenizer = save_chat_policy(tmp_path / "policy", more=8)

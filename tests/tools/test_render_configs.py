@@ -395,7 +395,7 @@ def test_a_reward_term_sees_only_its_own_key(monkeypatch):
 
 
 def test_function_rewards_without_a_model_use_the_policys_tokenizer(tmp_path):
-    """Where the policy is another trainer's, the critic's, or what the reward names."""
+    """If another trainer has the policy, the critic's tokenizer is used, or the one that the reward names."""
     sections = {role: {"model": str(tmp_path / role)} for role in ("reward", "critic")}
     sections["actor"] = {"policy": {"model": str(tmp_path / "actor")}}
     for role in sections:

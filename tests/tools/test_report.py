@@ -25,7 +25,7 @@ from rlhf_triton.config import RunConfig
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import RecordLog, StoredRecord
 from rlhf_triton.store.run_lock import only_actor, only_run
-from rlhf_triton.tools.report.conversations import Conversation
+from rlhf_triton.tools.report.conversations import ReportConversation
 from rlhf_triton.tools.report.curves import (
     CURVES,
     as_svg,
@@ -33,7 +33,7 @@ from rlhf_triton.tools.report.curves import (
     write_curves,
 )
 from rlhf_triton.tools.report.data import SUMMARY_KEYS, finish_run, formatted, load_run, read_steps, series
-from rlhf_triton.tools.report.page import main, shown, write_page
+from rlhf_triton.tools.report.page import format_value, main, write_page
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.report.sample_pairs import Gain, read_pairs
 from rlhf_triton.tools.report.samples import shown_steps
@@ -166,7 +166,7 @@ class TestData:
     def test_series_and_number_formats_match_hand_computed_values(self):
         rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
         assert series(rows, "x") == ([4], [5.0])
-        assert shown([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
+        assert format_value([1.1695196736250069, -250.4, 3]) == "[1.170, -250, 3]"
         rounded = [(-0.004, ".2f"), (-0.006, ".2f"), (-0.0001, "+.3f"), (-1234.5, ",.0f")]
         assert [formatted(value, spec) for value, spec in rounded] == ["0.00", "-0.01", "+0.000", "-1,234"]
 
@@ -266,11 +266,11 @@ class TestPage:
         ]
         write_lines(run_dir / "rollouts.jsonl", rows)
         section = page_of(run_dir)
-        assert section.count("<em>It &lt;b&gt;is&lt;/b&gt;</em>") == shown
+        assert section.count("<em>It &lt;b&gt;is&lt;/b&gt;</em>") == format_value
         assert "<script" not in section
         assert f"great {num_texts}.</td><td class=n>+0.00</td>" in section
         assert "great 2.</td><td class=n>–</td>" in section
-        assert ("Last steps" in section) == (shown == 16)
+        assert ("Last steps" in section) == (format_value == 16)
         present = [k for k in (8, 9, 32) if f"great {k}." in section]
         assert present == ([8] if num_texts == 40 else [])
 
@@ -386,11 +386,11 @@ class TestSamples:
         (step,), problem = shown_steps(load_run(self.recorded(tmp_path / "run")))
         assert (step.step, len(step.samples), step.num_samples, problem) == (1, 4, 6, "")
         first, failed = step.samples[:2]
-        shown = [
+        format_value = [
             (token.text, round(token.logprob, 3), token.value, token.advantage, token.ratio, token.version)
             for token in first.tokens
         ]
-        assert shown == [
+        assert format_value == [
             ("5 ", -0.693, 1.0, 1.0, pytest.approx(0.5), 7),
             ("6 ", -0.693, 2.0, 2.0, pytest.approx(0.5), 7),
             ("7 ", -0.693, 3.0, 3.0, pytest.approx(0.5), 7),
@@ -459,7 +459,7 @@ class TestCommand:
         assert not re.search(r"^table[^{]* i\b", style, re.M), "the rule of a table's tokens would restyle other tables"
         row = {"prompt": "p", "turns": played, "turn_rewards": [0.5, -1.0], "turn_values": [0.25, 1.0]}
         tokens = [["Wr", 0.5, -1.0], ["<ong>", 0.25, 3.0]]
-        other = Conversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0], "turn_tokens": [tokens]})
+        other = ReportConversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0], "turn_tokens": [tokens]})
         assert other is not None
         assert [(message.reward, message.value) for message in other.messages] == [
             (None, None),

@@ -1,4 +1,4 @@
-"""What a run needs before it starts: only what it uses is rendered, loaded and checked."""
+"""Checks before a run starts: only what the run uses is rendered, loaded and checked."""
 
 import asyncio
 import functools
@@ -108,7 +108,7 @@ def test_rendered_models_and_version_0_per_algorithm(algorithm, reward, tmp_path
 
 @every_combination
 def test_missing_files_are_listed_before_anything_starts(algorithm, reward, tmp_path, checkpoints, capsys):
-    """One line each, all at once, and only for what the run uses."""
+    """All missing files are listed at once, a line for each, and only those that the run uses."""
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
     unused = ["reward"] if reward == "functions" else []  # which would be refused by itself
     missing = [f"{role}.model={tmp_path / role}" for role in ("reward", "critic", "actor.policy") if role not in unused]
@@ -149,7 +149,9 @@ def test_missing_checkpoint_error_says_how_to_fix_it(tmp_path):
         "functions; give the folder of the policy's model",
         f"rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file{start}",
     ]
-    check_files(RunConfig.model_validate({"rewards": FUNCTION}), server=True)  # of another trainer, which sends texts
+    check_files(
+        RunConfig.model_validate({"rewards": FUNCTION}), server=True
+    )  # another trainer sends texts, so no tokenizer is needed
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()
     trackers = {"trackers": ["comet_ml", "mlflow"]}
@@ -198,7 +200,7 @@ def test_checkpoint_without_a_tokenizer_or_head_is_refused(tmp_path, checkpoints
     ],
 )
 def test_unservable_reward_folder_is_refused_in_one_line(change, told, tmp_path, checkpoints):
-    """Of transformers' own message only the reason is shown."""
+    """Only the reason of transformers' own message is shown."""
     folder = tmp_path / "reward"
     shutil.copytree(checkpoints.reward, folder)
     for name, keys in change.items() if isinstance(change, dict) else ():

@@ -1,4 +1,4 @@
-"""What `rlhf_triton.train`, `serve` and `Run` write and read, without the processes that they start."""
+"""Files that `rlhf_triton.train`, `serve` and `Run` write and read, without the processes that they start."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ CELLS = itertools.count()
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """How the runs would be started, in the working directory `tmp_path`."""
+    """Record how runs would be started, in the working directory `tmp_path`."""
     calls = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()

@@ -125,7 +125,7 @@ def loss_and_gradient(values, *others, clip_value, micro):
     junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]),
 )
 def test_value_loss_and_gradient_match_a_loop(seed, batch, width, clip_value, micro, junk):
-    """For any split into micro-batches and any content outside the mask."""
+    """They match for any split into micro-batches and any content outside the mask."""
     uniform = torch.rand(4, batch, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     values, prev, returns, mask = *uniform[:3], (uniform[3] < 0.7) * uniform[3]
     mask[0] *= seed % 2  # a micro-batch, or all of the batch, may be nothing but padding
@@ -177,7 +177,7 @@ def test_critic_update_makes_one_step_per_global_batch_in_order(checkpoint):
 
 
 def test_payload_with_an_empty_mask_changes_no_weights(checkpoint):
-    """Also as the first one of a run, and beside momentum."""
+    """The payload may be the first of a run, and the optimizer may have momentum."""
     nothing = train_payload({**arrays(), "mask": np.zeros_like(arrays()["mask"])}, Limits(VOCAB))
     update, reports = trained(checkpoint, [nothing, payload(12), nothing])
     alone = trained(checkpoint, [payload(12)])[0]

@@ -29,7 +29,7 @@ from rlhf_triton.trainer.publish import initialise_store, initialise_stores
 from rlhf_triton.trainer.training_set import packed, read_rows, rows_of_file, split
 from rlhf_triton.wire.contract import Limits
 
-STEPS = 6  # of an earlier run, 32 rows each
+STEPS = 6  # steps of an earlier run, 32 rows each
 TRAINING = {
     "lr": 1e-2,
     "warmup_steps": 0,
@@ -275,7 +275,7 @@ def test_store_of_release_0_1_0_knows_its_critic(root, tmp_path):
 
 
 def test_pretraining_reads_the_journal_of_a_real_sidecar(root, tmp_path, monkeypatch):
-    """With a critic_save at the end, after which the run itself needs no entry any more; failed steps are left out."""
+    """The journal ends with a critic_save, after which the run itself needs no entry; failed steps are left out."""
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.ARCHIVE_ENTRIES", 3)
     rig = Rig(tmp_path / "earlier", root / "critic", **TRAINING)
     rig.begin()

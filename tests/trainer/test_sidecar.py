@@ -186,7 +186,7 @@ def test_heartbeat_continues_while_an_idle_sidecar_reloads_the_critic(rig, monke
 
 
 def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
-    """As when a load hangs: the wait continues, and callers see what it is for."""
+    """If a load hangs, the wait continues, and callers see its reason."""
     monkeypatch.setattr(rlhf_triton.trainer.publish, "SERVE_TIMEOUT_S", 0.1)
     rig = make().start()
     entry = rig.send(1)
@@ -203,7 +203,7 @@ def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
 
 @pytest.mark.parametrize("lr", [1e30, 1e38], ids=["values overflow", "weights overflow"])
 def test_update_that_makes_the_critic_non_finite_fails_only_its_step(make, straight, lr):
-    """With a typo in the learning rate. Gradients and, up to a point, weights are finite; no value is any more."""
+    """The learning rate has a typo: gradients and some weights stay finite, but no value does."""
 
     def start(lr):
         optimizer = rig.config.trainer.optimizer.model_copy(update={"lr": lr, "min_lr": lr})
@@ -318,7 +318,7 @@ def test_out_of_memory_halves_the_sidecars_micro_batches(rig, straight, gpu):
 
 @pytest.mark.parametrize("fits_later", [False, True])
 def test_batches_skipped_for_memory_are_skipped_in_a_replay(rig, straight, gpu, fits_later):
-    """One of two optimizer steps of step 3, and all of step 2."""
+    """One of the two optimizer steps of step 3 and all of step 2 are skipped."""
     some = of_step(3, sequences=slice(BATCH))
     whole = of_step(2)
     gpu["lacks"] = lambda rows: some(rows) or whole(rows)

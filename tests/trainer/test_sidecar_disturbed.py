@@ -407,7 +407,7 @@ def test_damaged_training_entry_fails_only_its_caller(make, straight, monkeypatc
     rig.train(4)
     assert rig.rewind(3).error is None
     assert torch.equal(rig.weights(), after)
-    assert [path.name for path in aside.iterdir()] == ["2"]  # of the rewind: as many as set
+    assert [path.name for path in aside.iterdir()] == ["2"]  # the rewind's; only the newest one is kept
 
 
 def test_damaged_answered_entries_stop_the_sidecar(rig, straight):
@@ -661,7 +661,7 @@ def test_disk_probe_returns_the_error_and_leaves_no_file(disk):
 
 def test_curable_disk_errors_are_retried_and_reported(caplog):
     shown = []
-    # of NFS
+    # errors of NFS
     timed_out = OSError(errno.ETIMEDOUT, "Timed out")
     not_empty = OSError(errno.ENOTEMPTY, "Not empty")
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "model.safetensors")

@@ -162,7 +162,7 @@ def test_critic_adapters_are_initialised_from_the_seed(tmp_path):
     assert np.array_equal(one.critic.values([ROW])[0], load_critic(store.folder(0)).values([ROW])[0])
 
 
-FROZEN = {  # of llama: what is frozen, and what has no gradient for lack of others that are trained
+FROZEN = {  # a llama's frozen parameters; more have no gradient because nothing before them is trained
     "weights": {"freeze": ["embed_tokens", r"layers\.1\.self_attn"]},
     "adapters": {**LORA, "freeze": [r"self_attn\.q_proj\.weight$", "score"]},
     "adapter versions": {**LORA, "publish_format": "adapter", "freeze": ["mlp"]},
@@ -172,7 +172,7 @@ FROZEN = {  # of llama: what is frozen, and what has no gradient for lack of oth
 
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_critic_parameters_are_bit_identical_after_ten_steps(tmp_path, case):
-    """In memory, in the version that is published, and in a checkpoint; all others have moved."""
+    """They are unchanged in memory, in the published version and in a checkpoint; all others have changed."""
     store = make_store(tmp_path)
     changes = FROZEN[case]
     update = build(store, **changes)

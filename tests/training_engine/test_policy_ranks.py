@@ -372,7 +372,7 @@ def test_generation_and_resume_on_ranks_match_one_process(folder, size, case):
 
 @pytest.mark.parametrize("template", ["keeps replies", "changes replies"])
 def test_conversations_on_ranks_match_one_process(folder, template):
-    """Also where a template changes replies, so that each turn begins a row."""
+    """One template changes replies, so that each turn begins a row."""
     one = conversations(ALONE, folder / template)
     (found, _) = on_ranks(2, conversations, folder / template)
     rows = [row for conversation in one for row in conversation]

@@ -16,7 +16,7 @@ from rlhf_triton.training_engine.ranks import OPERATIONS_KEPT, Operations
 
 @dataclass(frozen=True)
 class Record:
-    """What rank 0 broadcasts."""
+    """The values that rank 0 broadcasts."""
 
     tokens: torch.Tensor
     mask: torch.Tensor | None

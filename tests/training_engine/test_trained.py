@@ -70,7 +70,7 @@ def loss_of(trained, rows):
 
 
 def test_restored_model_continues_bit_identically(tmp_path, kind):
-    """Also from a checkpoint before the first step, when the optimizer has no state; in the schedule, too."""
+    """The checkpoint may precede the first step, when the optimizer has no state; the schedule continues, too."""
     one = linear(kind=kind)
     other = linear(1, kind=kind)
     for steps in (0, 2):

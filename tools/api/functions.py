@@ -115,16 +115,16 @@ class _Source:
             raise FunctionError(f"{self._name}: the source of {name} cannot be read{REMEDY}") from error
         self._definitions[name] = ""  # in progress: it may use itself
         if isinstance(inner, FunctionType):
-            known = inner.__globals__ | _defaults(source, inner)
+            namespace = inner.__globals__ | _defaults(source, inner)
         else:
-            known = next((each.__globals__ for each in _methods(inner)), vars(sys.modules[inner.__module__]))
+            namespace = next((method.__globals__ for method in _methods(inner)), vars(sys.modules[inner.__module__]))
         used, stored, attributes = _names_in(code)
         self._check(name, inner, used)
-        for each in sorted(used):
-            if each in known:
-                self._add(each, known[each], attributes)
-            elif each not in stored and not hasattr(builtins, each):
-                raise FunctionError(f"{self._name} uses {each!r}, which its module does not define{REMEDY}")
+        for used_name in sorted(used):
+            if used_name in namespace:
+                self._add(used_name, namespace[used_name], attributes)
+            elif used_name not in stored and not hasattr(builtins, used_name):
+                raise FunctionError(f"{self._name} uses {used_name!r}, which its module does not define{REMEDY}")
         del self._definitions[name]
         alias = f"\n{name} = {inner.__name__}" if name != inner.__name__ else ""
         self._definitions[name] = f"{source.rstrip()}{alias}"
@@ -150,8 +150,9 @@ class _Source:
 
 def _methods(inner: Any) -> list[FunctionType]:
     """Return the functions that the source of a class defines; [] for a function."""
-    found = [each for each in vars(inner).values() if isinstance(each, FunctionType)] if isinstance(inner, type) else []
-    return [each for each in found if linecache.getlines(each.__code__.co_filename)]
+    members = vars(inner).values() if isinstance(inner, type) else ()
+    methods = [member for member in members if isinstance(member, FunctionType)]
+    return [method for method in methods if linecache.getlines(method.__code__.co_filename)]
 
 
 def _source_of(inner: Any) -> str:
@@ -170,7 +171,7 @@ def _source_of(inner: Any) -> str:
 
 def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:
     """Return the values of the names that are defaults; they may mean something else by now."""
-    arguments = next(each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.arguments))
+    arguments = next(child for child in ast.walk(ast.parse(source)) if isinstance(child, ast.arguments))
     nodes = [*arguments.defaults, *filter(None, arguments.kw_defaults)]
     values = [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
     return {node.id: value for node, value in zip(nodes, values, strict=False) if isinstance(node, ast.Name)}
@@ -178,7 +179,9 @@ def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:
 
 def _free_names(inner: Any) -> set[str]:
     functions = [inner] if isinstance(inner, FunctionType) else vars(inner).values()
-    names = {name for each in functions if isinstance(each, FunctionType) for name in each.__code__.co_freevars}
+    names = {
+        name for function in functions if isinstance(function, FunctionType) for name in function.__code__.co_freevars
+    }
     return names - {"__class__"}  # `super()` refers to it
 
 
@@ -198,10 +201,10 @@ def _names_in(code: CodeType) -> tuple[set[str], set[str], frozenset[str]]:
     stored = set[str]()
     attributes = set[str]()
     pending = [code]
-    for each in pending:
-        pending += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
-        attributes |= {*each.co_names}
-        for step in dis.get_instructions(each):
+    for block in pending:
+        pending += [inner for inner in block.co_consts if isinstance(inner, CodeType)]
+        attributes |= {*block.co_names}
+        for step in dis.get_instructions(block):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 used.add(str(step.argval))
             elif step.opname in ("STORE_GLOBAL", "STORE_NAME"):

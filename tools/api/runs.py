@@ -107,8 +107,8 @@ def train(
         sections.set_model("critic.model", critic)
         for key, value in settings.items():
             sections.set(key, value)
-        known = ALGORITHMS.get(str(sections.get("actor.algorithm.name")))
-        if known is not None and known.needs_groups:
+        method = ALGORITHMS.get(str(sections.get("actor.algorithm.name")))
+        if method is not None and method.needs_groups:
             sections.set_default("actor.algorithm.responses_per_prompt", GROUP_SIZE)
         _check_given(sections)
         config = sections.check("rlhf_triton.train")
@@ -170,17 +170,17 @@ class Run:
         `completions/mean_length`, `completions/clipped_ratio`, `clip_ratio`, `grad_norm`, `learning_rate`, and
         `rewards/<name>/mean` of each term of a sum; as far as the run measures them.
         """
-        from rlhf_triton.tools.report.data import COMPONENT, components, number, read_steps
+        from rlhf_triton.tools.report.data import REWARD_PREFIX, components, number, read_steps
 
         rows = read_steps(self._folder() / "metrics.jsonl", math.inf)
         names = dict.fromkeys(name for row in rows for name, value in row.items() if number(value) is not None)
-        known = {name: [number(row.get(name)) for row in rows] for name in ("step", *names)}
-        table = {name: np.array(values, np.float64) for name, values in known.items()}
+        columns = {name: [number(row.get(name)) for row in rows] for name in ("step", *names)}
+        table = {name: np.array(values, np.float64) for name, values in columns.items()}
         for name, (ours, is_rest) in TRL_NAMES.items():
             if ours in table:
                 table[name] = 1.0 - table[ours] if is_rest else table[ours]
         for term in components(rows):
-            table[f"rewards/{term}/mean"] = table[COMPONENT + term]
+            table[f"rewards/{term}/mean"] = table[REWARD_PREFIX + term]
         return table
 
     def samples(self, when: Literal["before", "after", "training"] = "after") -> list[dict[str, Any]]:
@@ -385,8 +385,8 @@ def _check_given(sections: Sections) -> None:
 
 def _relay_log(line: LiveLine, new: Iterable[bytes]) -> None:
     """Show the newest phase, step or validation, and keep what the processes warn of."""
-    for each in new:
-        text = each.decode(errors="replace").rstrip()
+    for log_line in new:
+        text = log_line.decode(errors="replace").rstrip()
         if text.startswith(("[", "step ", "validation ")):
             line.show(text)
         elif text.startswith(WARNINGS):

@@ -183,7 +183,7 @@ def new_folder(name: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]
     Raises RlhfError if it cannot be made.
     """
     try:
-        is_new, folder = _made(name, kind)
+        is_new, folder = _make_folder(name, kind)
     except OSError as error:
         raise RlhfError(f"dir: {reason_of(error)}; name another folder") from error
     try:
@@ -194,7 +194,7 @@ def new_folder(name: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]
         raise
 
 
-def _made(name: str | os.PathLike[str] | None, kind: str) -> tuple[bool, Path]:
+def _make_folder(name: str | os.PathLike[str] | None, kind: str) -> tuple[bool, Path]:
     number = 1
     while True:
         folder = Path("runs", f"{kind}-{number}").absolute() if name is None else Path(name).expanduser().absolute()

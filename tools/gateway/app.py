@@ -82,10 +82,10 @@ def create_app(client: TritonClient | None, key: str | None = None, *, more: Seq
 
     async def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        told = f"no such path; known: {', '.join(paths)}"
+        problem = f"no such path; known: {', '.join(paths)}"
         if error.status_code == 405:
-            told = f"{request.method} is not allowed here; send {(error.headers or {}).get('Allow')}"
-        return await refused(request, HttpError(error.status_code, f"{request.url.path}: {told}"))
+            problem = f"{request.method} is not allowed here; send {(error.headers or {}).get('Allow')}"
+        return await refused(request, HttpError(error.status_code, f"{request.url.path}: {problem}"))
 
     return Starlette(
         routes=routes,
@@ -119,9 +119,10 @@ class RequestGuard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         is_open = scope["path"] in OPEN_PATHS
-        given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"  # as Anthropic's client
+        # Anthropic's client sends its key as `x-api-key`.
+        authorization = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
         try:
-            if self._key and not is_open and not carries(given, self._key):
+            if self._key and not is_open and not carries(authorization, self._key):
                 raise HttpError(401, NO_KEY)
             is_session = scope["path"].startswith(SESSIONS)
             if not self._key and is_session:
@@ -215,14 +216,14 @@ def _num_items(body: bytearray) -> int:
     most = sum(map(body.count, (b'"', b"{", b"[")))
     if most <= MAX_ITEMS:  # which is faster to find, and needs no copy
         return most
-    found = _ITEM.finditer(body.replace(b"\\\\", b"").replace(b'\\"', b""))
-    return sum(1 for _ in itertools.islice(found, MAX_ITEMS + 1))
+    items = _ITEM.finditer(body.replace(b"\\\\", b"").replace(b'\\"', b""))
+    return sum(1 for _ in itertools.islice(items, MAX_ITEMS + 1))
 
 
 def carries(header: str, key: str) -> bool:
     """Return whether an Authorization header has the key: as bearer token, or as password, which a URL can carry."""
-    scheme, _, given = header.partition(" ")
+    scheme, _, credential = header.partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(binascii.Error, UnicodeDecodeError):
-            given = base64.b64decode(given).decode().partition(":")[2]
-    return scheme.lower() in ("bearer", "basic") and hmac.compare_digest(given.encode(), key.encode())
+            credential = base64.b64decode(credential).decode().partition(":")[2]
+    return scheme.lower() in ("bearer", "basic") and hmac.compare_digest(credential.encode(), key.encode())

@@ -11,7 +11,7 @@ from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings,
 from rlhf_triton.config.sections import ServedPolicySection
 
 MAX_TOKENS = 1024  # for a request without a limit
-MAX_SESSION_TOKENS = 1_000_000  # of all rows of a session; about 20 MB of JSON
+MAX_SESSION_TOKENS = 1_000_000  # in all rows of a session; about 20 MB of JSON
 MAX_SESSIONS = 1024  # that are open; beyond it, new ones get 429
 IDLE_S = 3600.0  # without a request, after which a session is dropped, without an export
 REPLY_LIMIT_S = 600.0

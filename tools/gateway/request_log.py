@@ -50,7 +50,7 @@ class RequestLog:
             return
         status = CLIENT_LEFT
 
-        async def noted(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             nonlocal status
             status = int(message.get("status", status))  # an HTTPStatus has another text in Python 3.10
             await send(message)
@@ -59,7 +59,7 @@ class RequestLog:
         started = time.monotonic()
         try:
             with self.metrics["requests_in_flight"].track_inprogress():
-                await self.app(scope, receive, noted)
+                await self.app(scope, receive, send_noting_status)
         except Exception:
             status = 500  # Starlette answers it, outside this middleware
             raise

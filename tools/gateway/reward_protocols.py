@@ -22,7 +22,7 @@ from starlette.routing import Route
 from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
 from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.tools.gateway.rows import Chat, Rows, Texts, TokenIds, check_all, check_rows
+from rlhf_triton.tools.gateway.rows import BoundedRows, ChatMessages, OneOrMoreTexts, TokenIds, check_all, check_rows
 from rlhf_triton.wire.contract import PROBABILITIES, REWARD_MODEL
 
 
@@ -68,7 +68,7 @@ class ScoredBody(Body, abc.ABC):
         return set()
 
     @abc.abstractmethod
-    def reply(self, found: Results) -> Any:
+    def reply(self, results: Results) -> Any:
         """Return the body of the reply. Raises HttpError if the protocol cannot express it."""
 
 
@@ -82,7 +82,7 @@ class RewardInput(Body):
     """Prompt and response as one text."""
     prompt: (
         Annotated[
-            Annotated[str, Tag("text")] | Annotated[Chat, Tag("chat")],
+            Annotated[str, Tag("text")] | Annotated[ChatMessages, Tag("chat")],
             Discriminator(lambda value: "chat" if isinstance(value, list) else "text"),
         ]
         | None
@@ -90,7 +90,7 @@ class RewardInput(Body):
     """A text, or the messages of a chat."""
     response: str | None = None
     """The response to `prompt`."""
-    messages: Chat | None = None
+    messages: ChatMessages | None = None
     """A whole chat, rendered with the reward model's chat template."""
     tokens: TokenIds | None = None
     """Ids of the reward model's tokenizer, special tokens included; no padding."""
@@ -101,17 +101,19 @@ class RewardInput(Body):
 
     @model_validator(mode="after")
     def _one_kind(self) -> "RewardInput":
-        given = [name for name in ("text", "prompt", "messages", "tokens") if getattr(self, name) is not None]
-        if len(given) != 1:
+        contents = [name for name in ("text", "prompt", "messages", "tokens") if getattr(self, name) is not None]
+        if len(contents) != 1:
             raise ValueError(
-                f"has {' and '.join(given) or 'no content'}, must have one of text, prompt, messages, tokens"
+                f"has {' and '.join(contents) or 'no content'}, must have one of text, prompt, messages, tokens"
             )
         if (self.prompt is None) != (self.response is None):
             raise ValueError("prompt and response belong together")
         if self.prompt_length and self.prompt_length >= len(self.tokens or ()):
             raise ValueError(f"prompt_length: {self.prompt_length}, must be less than the number of tokens")
-        if taken := RESERVED & self.metadata.keys():
-            raise ValueError(f"metadata.{sorted(taken)[0]}: a reserved name; use the row's own field or another name")
+        if reserved := RESERVED & self.metadata.keys():
+            raise ValueError(
+                f"metadata.{sorted(reserved)[0]}: a reserved name; use the row's own field or another name"
+            )
         return self
 
     def row(self) -> Row:
@@ -128,24 +130,24 @@ class RewardInput(Body):
 class RewardsRequest(ScoredBody):
     """Rows to score, of any kinds and lengths."""
 
-    inputs: Annotated[Rows[RewardInput], Field(min_length=1)]
+    inputs: Annotated[BoundedRows[RewardInput], Field(min_length=1)]
 
     def rows(self, served: ServedModel) -> list[Row]:
         return [item.row() for item in self.inputs]
 
-    def reply(self, found: Results) -> dict[str, Any]:
+    def reply(self, results: Results) -> dict[str, Any]:
         """Return one entry per row in each list. Raises HttpError only if no server could score any row in time."""
-        results = found.rows
-        names = found.served.components
-        if all(result.status in UNAVAILABLE for result in results):
-            check_all(results, "inputs")
+        rows = results.rows
+        names = results.served.components
+        if all(result.status in UNAVAILABLE for result in rows):
+            check_all(rows, "inputs")
         return {
-            "rewards": [row.rewards[0] if len(row.rewards) == 1 else [*row.rewards] or None for row in results],
-            "errors": [row.error for row in results],
+            "rewards": [row.rewards[0] if len(row.rewards) == 1 else [*row.rewards] or None for row in rows],
+            "errors": [row.error for row in rows],
             "components": {
-                name: [row.components[i] if row.components else None for row in results] for i, name in enumerate(names)
+                name: [row.components[i] if row.components else None for row in rows] for i, name in enumerate(names)
             },
-            "weights_versions": [row.weights_version for row in results],
+            "weights_versions": [row.weights_version for row in rows],
         }
 
 
@@ -155,11 +157,11 @@ class RewardsRequest(ScoredBody):
 class OpenRLHFRequest(ScoredBody):
     """A request of OpenRLHF's `SingleTurnAgentExecutor`."""
 
-    query: Rows[str]
+    query: BoundedRows[str]
     """Prompt and response of each row as one text, with special tokens: see `reward.add_special_tokens`."""
-    prompts: Rows[str | None] | None = None
+    prompts: BoundedRows[str | None] | None = None
     """The prompts alone, for reward functions."""
-    labels: Rows[Any] | None = None
+    labels: BoundedRows[Any] | None = None
     """Column `label` of each row, for reward functions."""
 
     def rows(self, served: ServedModel) -> list[Row]:
@@ -177,12 +179,12 @@ class OpenRLHFRequest(ScoredBody):
                 rows.append(text_row(prompt, query[len(prompt) :], label))
         return rows
 
-    def reply(self, found: Results) -> dict[str, Any]:
+    def reply(self, results: Results) -> dict[str, Any]:
         """Return rewards, also as `scores`, by which OpenRLHF filters prompts, and the terms of a weighted sum."""
-        rewards = found.single("query")
+        rewards = results.single("query")
         terms: dict[str, list[float | None]] = {}
-        for i, name in enumerate(found.served.components):
-            column = [row.components[i] for row in found.rows]
+        for i, name in enumerate(results.served.components):
+            column = [row.components[i] for row in results.rows]
             if None not in column:  # a term of weight 0 may have failed
                 terms[name] = column
         return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
@@ -208,12 +210,12 @@ class VllmRequest(ScoredBody):
     def outputs(self, served: ServedModel) -> set[str]:
         return {PROBABILITIES} if self.is_activated and served.labels else set()
 
-    def scores(self, found: Results, name: str) -> list[Sequence[float]]:
+    def scores(self, results: Results, name: str) -> list[Sequence[float]]:
         """Return probabilities or rewards of the rows of the field `name`. Raises HttpError if a row has none."""
-        check_all(found.rows, name)
+        check_all(results.rows, name)
         if not self.is_activated:
-            return [row.rewards for row in found.rows]
-        return [row.probabilities if found.served.labels else activated(row.rewards) for row in found.rows]
+            return [row.rewards for row in results.rows]
+        return [row.probabilities if results.served.labels else activated(row.rewards) for row in results.rows]
 
 
 def _vllm_reply(kind: str, **data: Any) -> dict[str, Any]:
@@ -224,13 +226,13 @@ def _vllm_reply(kind: str, **data: Any) -> dict[str, Any]:
 class PoolingRequest(VllmRequest):
     """Texts or rows of token ids; or one chat, rendered with the template of the reward model's checkpoint."""
 
-    input: Rows[
+    input: BoundedRows[
         Annotated[
             Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("tokens")],
             Discriminator(lambda value: "text" if isinstance(value, str) else "tokens"),
         ]
     ] = Field(default=[])
-    messages: Chat | None = None
+    messages: ChatMessages | None = None
     encoding_format: Literal["float"] = "float"
 
     @field_validator("input", mode="before")
@@ -246,19 +248,19 @@ class PoolingRequest(VllmRequest):
             return [chat_row(self.messages, {})]
         return [Row((item,)) if isinstance(item, str) else Row(tokens=item) for item in self.input]
 
-    def reply(self, found: Results) -> dict[str, Any]:
-        scores = enumerate(self.scores(found, "input"))
+    def reply(self, results: Results) -> dict[str, Any]:
+        scores = enumerate(self.scores(results, "input"))
         return _vllm_reply("pool", data=[{"index": i, "object": "pooling", "data": [*row]} for i, row in scores])
 
 
 class ClassifyRequest(PoolingRequest):
     """The same body as `/pooling`."""
 
-    def reply(self, found: Results) -> dict[str, Any]:
+    def reply(self, results: Results) -> dict[str, Any]:
         """Return the scores of a row, and its most likely label if the model has one score per label."""
-        labels = found.served.labels
+        labels = results.served.labels
         data = []
-        for i, probs in enumerate(self.scores(found, "input")):
+        for i, probs in enumerate(self.scores(results, "input")):
             label = labels[probs.index(max(probs))] if len(probs) == len(labels) else None
             data.append({"index": i, "label": label, "probs": [*probs], "num_classes": len(probs)})
         return _vllm_reply("classify", data=data)
@@ -275,18 +277,18 @@ def _pairs(first: Sequence[str], second: Sequence[str], served: ServedModel) -> 
 class PairScoresRequest(VllmRequest):
     """Pair the texts of two fields, or one text with each of the other field; accepts both of vLLM's field names."""
 
-    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries"))]
-    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents"))]
+    text_1: Annotated[OneOrMoreTexts, Field(validation_alias=AliasChoices("text_1", "queries"))]
+    text_2: Annotated[OneOrMoreTexts, Field(validation_alias=AliasChoices("text_2", "documents"))]
 
     def rows(self, served: ServedModel) -> list[Row]:
         first = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
         if len(first) != len(self.text_2):
-            told = f"{len(first)} texts for {len(self.text_2)} of text_2, must be as many, or one"
-            raise HttpError(400, f"text_1: {told}")
+            problem = f"{len(first)} texts for {len(self.text_2)} of text_2, must be as many, or one"
+            raise HttpError(400, f"text_1: {problem}")
         return _pairs(first, self.text_2, served)
 
-    def reply(self, found: Results) -> dict[str, Any]:
-        scores = enumerate(_single(self.scores(found, "text_2")))
+    def reply(self, results: Results) -> dict[str, Any]:
+        scores = enumerate(_single(self.scores(results, "text_2")))
         return _vllm_reply("score", data=[{"index": i, "object": "score", "score": score} for i, score in scores])
 
 
@@ -294,7 +296,7 @@ class RerankRequest(VllmRequest):
     """Documents to rank for a query, as vLLM, Jina and Cohere have it; or `texts`, as TEI has it."""
 
     query: str
-    documents: Annotated[Texts, Field(validation_alias=AliasChoices("documents", "texts"))]
+    documents: Annotated[OneOrMoreTexts, Field(validation_alias=AliasChoices("documents", "texts"))]
     top_n: Annotated[int, Field(ge=0)] | None = None
     """How many of the best documents to return; default, and 0: all."""
     return_documents: bool = True
@@ -317,9 +319,9 @@ class RerankRequest(VllmRequest):
     def rows(self, served: ServedModel) -> list[Row]:
         return _pairs([self.query] * len(self.documents), self.documents, served)
 
-    def reply(self, found: Results) -> Any:
+    def reply(self, results: Results) -> Any:
         """Return the documents from the best to the worst, in vLLM's form or TEI's."""
-        scores = _single(self.scores(found, "texts" if self.is_tei else "documents"))
+        scores = _single(self.scores(results, "texts" if self.is_tei else "documents"))
         order = sorted(range(len(scores)), key=lambda i: -scores[i])
         if self.is_tei:
             texts = {i: {"text": self.documents[i]} for i in order} if self.return_text else {}
@@ -367,8 +369,8 @@ def _endpoint(source: RewardSource, protocol: type[ScoredBody]) -> Callable[...,
         body = protocol.read(await read_json(request))
         if (model := getattr(body, "model", None)) not in (None, REWARD_MODEL):
             raise HttpError(404, f"model: {model!r} does not exist, this gateway serves {REWARD_MODEL!r}")
-        found = await while_connected(request, scored(body, request))
-        request.state.errors = [row.error for row in found.rows if row.error is not None]
-        return JSONResponse(body.reply(found))
+        results = await while_connected(request, scored(body, request))
+        request.state.errors = [row.error for row in results.rows if row.error is not None]
+        return JSONResponse(body.reply(results))
 
     return score

@@ -1,4 +1,4 @@
-"""What the bodies of the reward protocols share: limits, rows, token ids and messages."""
+"""Fields shared by the reward protocols' bodies: limits, rows, token ids and messages."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ def _check_row_count(value: Any) -> Any:
 
 
 # A list stops at its first invalid item: the errors of millions would need gigabytes.
-Rows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_check_row_count)]
-Texts = Annotated[Rows[str], Field(min_length=1), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)]
+BoundedRows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_check_row_count)]
+OneOrMoreTexts = Annotated[
+    BoundedRows[str], Field(min_length=1), BeforeValidator(lambda one: [one] if isinstance(one, str) else one)
+]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 # Other keys of a message, such as `tool_calls`, reach the reward model's chat template.
-Chat = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), AfterValidator(plain_messages)]
+ChatMessages = Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True), AfterValidator(plain_messages)]

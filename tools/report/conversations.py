@@ -21,7 +21,7 @@ class ShownMessage:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ReportConversation:
     """A conversation: the prompt with the environment's first observation, what followed, and how it ended."""
 
     prompt: str
@@ -31,18 +31,18 @@ class Conversation:
     has_failed: bool
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Conversation | None":
+    def of(cls, row: Mapping[str, Any]) -> "ReportConversation | None":
         """Return the conversation of a line of samples.jsonl or rollouts.jsonl; None if it has none."""
         if "turns" not in row:
             return None
         # The last turns of the policy are those of the row; others before them are trained in other rows.
-        left = sum(message["role"] == "assistant" for message in row["turns"])
+        turn = sum(message["role"] == "assistant" for message in row["turns"])
         messages = list[ShownMessage]()
         columns = [row["turn_rewards"][::-1], row.get("turn_values", [])[::-1], row.get("turn_tokens", [])[::-1]]
         for message in row["turns"]:
             if message["role"] == "assistant":
-                left -= 1
-                reward, value, tokens = (column[left] if left < len(column) else None for column in columns)
+                turn -= 1
+                reward, value, tokens = (column[turn] if turn < len(column) else None for column in columns)
                 messages.append(ShownMessage("policy", message["content"].strip(), reward, value, tokens or ()))
             else:
                 messages.append(ShownMessage(message.get("name") or "environment", message["content"], None, None))

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from rlhf_triton.tools.report.data import COMPONENT, PHASES, RunRecord, components, series
+from rlhf_triton.tools.report.data import PHASES, REWARD_PREFIX, RunRecord, components, series
 
 Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
@@ -135,7 +135,7 @@ def pictures(run: RunRecord) -> list[tuple[str, Draw]]:
     sums = Curve(
         title="Each reward, without its weight",
         caption="What each reward function, model or environment gave: their weighted sum is the reward.",
-        lines={COMPONENT + name: name for name in components(run.steps)},
+        lines={REWARD_PREFIX + name: name for name in components(run.steps)},
         low=None,
     )
     drawable = [

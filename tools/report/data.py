@@ -23,7 +23,7 @@ from rlhf_triton.tools.report.user_sections import ReportSection, user_sections
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 MOST_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
-COMPONENT = "train_rollouts/reward_"  # prefix of the metric with the mean of one of several rewards
+REWARD_PREFIX = "train_rollouts/reward_"  # prefix of the metric with the mean of one of several rewards
 # Timer -> label
 PHASES = {
     "timers/generate": "generate",
@@ -237,10 +237,10 @@ def read_steps(path: Path, most: float = MOST_DRAWN) -> list[dict[str, Any]]:
     """Return the rows of a file by ascending step, at most `most`; the last one of a step that a resume repeated."""
     rows: list[dict[str, Any]] = []
     every = 1
-    for seen, row in enumerate(each_line(path)):
+    for i, row in enumerate(each_line(path)):
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
-        if seen % every == 0:
+        if i % every == 0:
             rows.append(row)
         if len(rows) > most:
             rows = rows[::2]
@@ -262,14 +262,14 @@ def formatted(value: float, spec: str) -> str:
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Return (steps, values) of the rows in which `key` is a finite number."""
-    found = [(row["step"], number(row.get(key))) for row in rows]
-    kept = [(step, value) for step, value in found if value is not None]
-    return [step for step, _ in kept], [value for _, value in kept]
+    points = [(row["step"], number(row.get(key))) for row in rows]
+    finite = [(step, value) for step, value in points if value is not None]
+    return [step for step, _ in finite], [value for _, value in finite]
 
 
 def components(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the names of the rewards of a weighted sum that rows of metrics.jsonl have; [] if it is a single one."""
-    names = {name.removeprefix(COMPONENT) for row in rows for name in row if name.startswith(COMPONENT)}
+    names = {name.removeprefix(REWARD_PREFIX) for row in rows for name in row if name.startswith(REWARD_PREFIX)}
     names = {name for name in names if name != "version" and not name.endswith("_missing")}
     return sorted(names) if len(names) > 1 else []
 

@@ -16,7 +16,7 @@ from rlhf_triton.config.command_line import reporting
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import replace_file
 from rlhf_triton.tools.arguments import parse
-from rlhf_triton.tools.report.conversations import Conversation
+from rlhf_triton.tools.report.conversations import ReportConversation
 from rlhf_triton.tools.report.curves import KL, REWARD, as_svg, pictures
 from rlhf_triton.tools.report.data import MOST_TEXTS, SUMMARY_KEYS, RunRecord, formatted, load_run, series
 from rlhf_triton.tools.report.sample_pairs import Gain, Pair, Scored, rewarded
@@ -54,9 +54,9 @@ def write_page(run: RunRecord, out: Path) -> None:
     )
     environment.filters |= {
         "number": formatted,
-        "shown": shown,
+        "shown": format_value,
         "setting": setting,
-        "conversation": Conversation.of,
+        "conversation": ReportConversation.of,
         "base64": lambda text: b64encode(text.encode()).decode(),
     }
     page = environment.get_template("report.html.j2").render(_values(run, out))
@@ -169,10 +169,10 @@ def setting(value: Any) -> str:
     return "none" if value is None else f"{value}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a figure as text for a table."""
     if isinstance(value, list):
-        return f"[{', '.join(shown(item) for item in value)}]"
+        return f"[{', '.join(format_value(item) for item in value)}]"
     if isinstance(value, float):
         return formatted(value, ",.3f" if abs(value) < 100 else ",.0f")
     return f"{value}"

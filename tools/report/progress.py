@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.store.run_lock import write_phase
-from rlhf_triton.tools.report.data import COMPONENT, components, formatted, number
+from rlhf_triton.tools.report.data import REWARD_PREFIX, components, formatted, number
 
 MOST_LINES = 100  # for a run's steps; more are left out
 LONGEST_PAUSE_S = 60.0  # between lines for steps, whatever `MOST_LINES` leaves out
@@ -76,17 +76,17 @@ class RunProgress:
         for row in self._critic_metrics.read_objects():
             if row.get("reload"):
                 self._reload = row
-        known = 0
+        last_yielded = 0
         for row in self._metrics.read_objects():
             step = row.get("step")
             if not isinstance(step, int):
                 continue
             last = self._recent[-1]["step"] if self._recent else 0
             if step <= last:  # a resumed run has rewritten the file
-                known = last
+                last_yielded = last
                 self._recent.clear()
             self._recent.append(row)
-            if step > known:
+            if step > last_yielded:
                 yield row
 
     def _eta(self) -> str:
@@ -101,7 +101,7 @@ class RunProgress:
         served = self._reload or {"weights_version": row.get("train_rollouts/weights_version")}
         figures = [
             ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
-            *((name, _format(row, f"{COMPONENT}{name}", "+.3f")) for name in components([row])),
+            *((name, _format(row, f"{REWARD_PREFIX}{name}", "+.3f")) for name in components([row])),
             ("useful prompts", _format(row, "train_rollouts/useful_prompts", ".0%")),
             ("KL", _format(row, "train_rollouts/init_policy_kl_per_sequence", ".2f")),
             ("tokens/s", _format(row, "tokens_per_s", ",.0f")),
@@ -110,8 +110,8 @@ class RunProgress:
             ("reload", _format(self._reload, "reload_ms", ",.0f", " ms")),
             ("failed requests", _format(row, "client/failed_requests", ".0f")),
         ]
-        known = (f"{name} {text}" for name, text in figures if text)  # a run without a critic has no critic figures
-        parts = [f"step {row['step']}/{self._total}", *known, _format(row, "timers/step_time", ".1f", " s")]
+        available = (f"{name} {text}" for name, text in figures if text)  # a run without a critic has no critic figures
+        parts = [f"step {row['step']}/{self._total}", *available, _format(row, "timers/step_time", ".1f", " s")]
         return "  ".join([*parts, f"ETA {self._eta()}"])
 
 

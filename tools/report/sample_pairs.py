@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.store.jsonl import each_line
-from rlhf_triton.tools.report.conversations import Conversation
+from rlhf_triton.tools.report.conversations import ReportConversation
 
 NUM_RESAMPLES = 4000
 
@@ -28,9 +28,9 @@ class Pair:
     reward_before: float | None
     reward_after: float | None
     is_chat: bool = False
-    conversation_before: Conversation | None = None
+    conversation_before: ReportConversation | None = None
     """The conversation with the environment; None in a run without one."""
-    conversation_after: Conversation | None = None
+    conversation_after: ReportConversation | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -94,8 +94,8 @@ def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
         reward_before=before["reward"],
         reward_after=after["reward"],
         is_chat=is_chat,
-        conversation_before=Conversation.of(before),
-        conversation_after=Conversation.of(after),
+        conversation_before=ReportConversation.of(before),
+        conversation_after=ReportConversation.of(after),
     )
 
 

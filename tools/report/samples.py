@@ -59,10 +59,10 @@ def shown_steps(run: RunRecord) -> tuple[list[ShownStep], str]:
     """Return the newest steps in the run's journal, and what of it cannot be read."""
     last = run.steps[-1]["step"] if run.steps else 0
     try:
-        found = find_steps(samples_of(run.folder), max(1, last - MOST_STEPS + 1), last)
-        tokenizer = _tokenizer_of(run) if found.steps else None
-        problem = reason_of(found.damage[0]) if found.damage else ""
-        return [_shown_step(found, step, tokenizer) for step in sorted(found.steps)], problem
+        recorded = find_steps(samples_of(run.folder), max(1, last - MOST_STEPS + 1), last)
+        tokenizer = _tokenizer_of(run) if recorded.steps else None
+        problem = reason_of(recorded.damage[0]) if recorded.damage else ""
+        return [_shown_step(recorded, step, tokenizer) for step in sorted(recorded.steps)], problem
     except REPORTED as error:  # the rest of the page does not depend on it
         return [], reason_of(error)
 
@@ -70,17 +70,17 @@ def shown_steps(run: RunRecord) -> tuple[list[ShownStep], str]:
 def _tokenizer_of(run: RunRecord) -> Any:
     """Return the policy's tokenizer; None if it is not there, so that tokens are shown as ids."""
     folders = (run.policy, run.settings.get("actor.policy.model"))
-    found = [folder for folder in folders if folder is not None and has_tokenizer(Path(folder))]
-    return load_tokenizer(found[0]) if found else None
+    with_tokenizer = [folder for folder in folders if folder is not None and has_tokenizer(Path(folder))]
+    return load_tokenizer(with_tokenizer[0]) if with_tokenizer else None
 
 
-def _shown_step(found: RecordedSteps, step: int, tokenizer: Any) -> ShownStep:
+def _shown_step(recorded: RecordedSteps, step: int, tokenizer: Any) -> ShownStep:
     from rlhf_triton.actor.data.rollout_rows import conversations_of, rows_of  # torch: slow to import
     from rlhf_triton.actor.data.sample_records import group_of
 
-    record = found.step(step)
+    record = recorded.step(step)
     numbers = record.header["groups"][: len(record.header["groups"]) - record.header["num_dropped"]]
-    rows = rows_of(conversations_of([group_of(found.group(step, number)) for number in numbers]))
+    rows = rows_of(conversations_of([group_of(recorded.group(step, number)) for number in numbers]))
     ends = np.cumsum([len(row.tokens) - 1 for row in rows])[:-1]
     advantages = np.split(record.arrays[STORED_TENSOR], ends)
     old: Sequence[np.ndarray | None]

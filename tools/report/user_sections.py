@@ -1,4 +1,4 @@
-"""What a run's own function adds to its report: `report: my_report.py:sections`."""
+"""Sections that a run's own function adds to its report: `report: my_report.py:sections`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

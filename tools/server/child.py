@@ -15,7 +15,7 @@ from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.tools.server.server_log import tail
 
-Check: TypeAlias = Callable[[], None]
+WaitCheck: TypeAlias = Callable[[], None]
 """Called repeatedly during a wait; raises an exception to end it."""
 
 
@@ -118,7 +118,7 @@ class Child:
             [f"the {self.name} {how_ended(code)}{why}; its log is {self.log_path}", "the log ends with:", *lines]
         )
 
-    def stop(self, signum: int, timeout_s: float, while_waiting: Check = lambda: None) -> int:
+    def stop(self, signum: int, timeout_s: float, while_waiting: WaitCheck = lambda: None) -> int:
         """Send `signum`, kill the process if it is still running after `timeout_s`, and return its exit code."""
         if self.poll() is None and not self._stopping:
             self._stopping = True
@@ -136,5 +136,5 @@ class Child:
 
 
 def _level_and_message(line: str) -> tuple[str, str]:
-    found = _TEXT_LINE.match(line)
-    return (found[1], found[2]) if found else parsed(line) or ("", "")
+    match = _TEXT_LINE.match(line)
+    return (match[1], match[2]) if match else parsed(line) or ("", "")

@@ -1,4 +1,4 @@
-"""What the image serves: its model repository, with restricted APIs. `entry_point` runs it.
+"""The container's server: serves the image's model repository with restricted APIs. `entry_point` runs it.
 
 Needs only the standard library, since the image contains only what serving needs. The server runs on a copy of the
 repository that contains the hash of the training key, which is not known when the image is built. If `TRAINING_KEY` is
@@ -36,9 +36,9 @@ _STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
 
 def training_key(runs: Path) -> str:
     """Return the key from the environment, or else the one in `runs`, which is generated on first use."""
-    given = os.environ.get(TRAINING_VARIABLE)
-    if given:
-        return given
+    key = os.environ.get(TRAINING_VARIABLE)
+    if key:
+        return key
     path = runs / "training.key"
     if not path.exists():
         print(f"{TRAINING_VARIABLE} is not set: training requests need the key in {path}", flush=True)
@@ -58,8 +58,8 @@ def copy_repository(source: Path, target: Path, key: str) -> None:
 def weights_dirs(repository: Path) -> dict[str, Path]:
     """Return the weights stores that `repository` names, by model: `critic`, `reward_model`."""
     configs = {model: repository / model / "config.pbtxt" for model in ("critic", "reward_model")}
-    found = {model: _STORE.search(path.read_text()) for model, path in configs.items() if path.is_file()}
-    return {model: Path(store[1]) for model, store in found.items() if store is not None}
+    matches = {model: _STORE.search(path.read_text()) for model, path in configs.items() if path.is_file()}
+    return {model: Path(store[1]) for model, store in matches.items() if store is not None}
 
 
 def weights_dir(repository: Path) -> Path:

@@ -19,7 +19,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.store.control_key import HEADER, control_key
+from rlhf_triton.store.control_key import KEY_HEADER, control_key
 from rlhf_triton.tools.server.container import REPOSITORY, weights_dir
 from rlhf_triton.tools.server.healthcheck import LOCAL, local_address
 from rlhf_triton.tools.server.triton_home import STUB
@@ -99,7 +99,7 @@ def _has_stub() -> bool:
 
 
 def _post(url: str, key: str, path: str) -> Any:
-    request = urllib.request.Request(f"http://{url}/v2/repository/{path}", b"{}", {HEADER: key})
+    request = urllib.request.Request(f"http://{url}/v2/repository/{path}", b"{}", {KEY_HEADER: key})
     with LOCAL.open(request, timeout=CALL_TIMEOUT_S) as answer:
         return answer.read()
 

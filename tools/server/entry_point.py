@@ -1,4 +1,4 @@
-"""What the image runs: serves its model repository, and drains it when stopped.
+"""The image's entry point: serves its model repository, and drains the server when stopped.
 
 Runs tritonserver as a child process, because tritonserver itself does not drain. Needs only the standard library and
 numpy, as the image's other commands do.

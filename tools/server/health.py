@@ -216,8 +216,8 @@ class ServerHealth:
             return not _is_stopped(processes) and (watched.has_progressed(metrics) or not metrics[WAITING])
         watched.num_instances = watched.num_instances or self._control.num_instances(model)
         if len(processes) < watched.num_instances:
-            left = f"{len(processes)} of its {watched.num_instances} processes are left"
-            raise ControlPlaneError(f"{model}: {left}", Failure.DIED)
+            problem = f"{len(processes)} of its {watched.num_instances} processes are left"
+            raise ControlPlaneError(f"{model}: {problem}", Failure.DIED)
         before = watched.metrics
         watched.metrics = metrics
         if metrics[LOST] > before.get(LOST, math.inf):
@@ -236,11 +236,11 @@ class ServerHealth:
         return True
 
     def _metrics(self, model: str) -> defaultdict[str, float]:
-        found = defaultdict[str, float](float)
+        values = defaultdict[str, float](float)
         for name, labels, value in read_metrics(self._server.section.metrics_url):
             if f'model="{model}"' in labels:
-                found[name] += value
-        return found
+                values[name] += value
+        return values
 
     def _replace(self, model: str, watched: _Watched, reason: str, *, unload: bool = False) -> None:
         """Reload the model; set `restart_reason` if the load gets no answer or does not help."""

@@ -55,12 +55,12 @@ def check_ports(section: ServerSection) -> None:
     only when its models are loaded, and until then a second server would take the first one's for its own.
     """
     address = bind_address(section.host)
-    seen: dict[int, str] = {}
+    keys: dict[int, str] = {}
     for key in PORT_KEYS:
         port = getattr(section, key)
-        if port in seen:
-            raise ServerStartError(f"server.{seen[port]} and server.{key} are both {port}: they must differ")
-        seen[port] = key
+        if port in keys:
+            raise ServerStartError(f"server.{keys[port]} and server.{key} are both {port}: they must differ")
+        keys[port] = key
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as tritonserver does
             try:
@@ -80,8 +80,8 @@ def _claim(address: str, port: int) -> None:
     claim = _claims[address, port] = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0{CLAIM}{port}-{address}")
-        found = re.findall(rf"@{CLAIM}{port}-(\S+)", Path("/proc/net/unix").read_text())
-        others = {*found} - {other for other, claimed in _claims if claimed == port}
+        claims = re.findall(rf"@{CLAIM}{port}-(\S+)", Path("/proc/net/unix").read_text())
+        others = {*claims} - {other for other, claimed in _claims if claimed == port}
         if others and EVERY in (address, *others):
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
     except OSError:

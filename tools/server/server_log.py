@@ -71,9 +71,9 @@ def set_aside_if_large(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
             return
         copy = path.with_suffix(".copy")
         try:
-            with path.open("rb") as log, copy.open("wb") as kept:
+            with path.open("rb") as log, copy.open("wb") as previous:
                 log.seek(size - limit_bytes)
-                shutil.copyfileobj(log, kept, 1 << 20)
+                shutil.copyfileobj(log, previous, 1 << 20)
             copy.replace(path.with_suffix(".previous.log"))
         finally:
             copy.unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def stub_failure(path: Path) -> str | None:
     """Return why a model's process cannot start and what to do about it; None if the log shows no such failure."""
     text = tail(path, 100)
     for pattern, sentence in _STUB_FAILURES:
-        found = pattern.search(text)
-        if found:
-            return sentence.format(next(filter(None, found.groups())))
+        match = pattern.search(text)
+        if match:
+            return sentence.format(next(filter(None, match.groups())))
     return None

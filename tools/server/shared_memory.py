@@ -41,19 +41,19 @@ class Regions:
 
 def remove_abandoned() -> list[str]:
     """Remove the regions that this user's ended servers left behind; return the prefixes of their names."""
-    return [found["prefix"] for path in SHARED_MEMORY.glob(".rlhf-*-owner") if (found := _abandoned(path))]
+    return [match["prefix"] for path in SHARED_MEMORY.glob(".rlhf-*-owner") if (match := _abandoned(path))]
 
 
 def _abandoned(path: Path) -> re.Match[str] | None:
     """Remove the regions of an owner file and return its name's match; None if they are in use or another user's."""
-    found = _OWNER_FILE.fullmatch(path.name)
+    match = _OWNER_FILE.fullmatch(path.name)
     with contextlib.suppress(OSError):  # a concurrent start has removed them, or they are not ours
-        if found is None or path.lstat().st_uid != os.getuid():
+        if match is None or path.lstat().st_uid != os.getuid():
             return None
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(found["prefix"])
-            return found
+            _remove(match["prefix"])
+            return match
     return None
 
 

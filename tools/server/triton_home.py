@@ -170,9 +170,9 @@ def libpython_dir() -> Path:
 def _stub(path: Path) -> Path:
     if not path.is_file():
         versions = sorted(folder.name for folder in path.parents[1].glob("3.*"))
-        known = f"; there are stubs for {', '.join(versions)}" if versions else ""
+        hint = f"; there are stubs for {', '.join(versions)}" if versions else ""
         raise ServerStartError(
-            f"this tritonserver has no python backend stub for Python {_PYTHON} ({path}){known}: "
+            f"this tritonserver has no python backend stub for Python {_PYTHON} ({path}){hint}: "
             "create the virtual environment with a Python that has one, or install another nvidia-pytriton"
         )
     built_for = re.search(rb"libpython(3\.\d+)", path.read_bytes())

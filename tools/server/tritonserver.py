@@ -21,9 +21,9 @@ from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.errors import UNREADABLE
 from rlhf_triton.config import RunConfig, ServerSection
 from rlhf_triton.path_alias import plain_alias, special_prefix
-from rlhf_triton.store.control_key import FILE, VARIABLE, closing_arguments, key_in
+from rlhf_triton.store.control_key import KEY_FILE, VARIABLE, closing_arguments, key_in
 from rlhf_triton.store.durable import write_json
-from rlhf_triton.tools.server.child import Check, Child
+from rlhf_triton.tools.server.child import Child, WaitCheck
 from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from rlhf_triton.tools.server.drain import DRAIN_S, drain
 from rlhf_triton.tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
@@ -62,7 +62,7 @@ def load_and_probe(
     repository: Path,
     section: ServerSection,
     *,
-    check: Check,
+    check: WaitCheck,
     log: Log,
 ) -> None:
     """Load the models that are not ready, and return once every model of the repository has answered a request.
@@ -134,7 +134,7 @@ def compile_ahead(repository: Path) -> None:
         compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
 
 
-def _load_in_parallel(work: Callable[[str], str], models: set[str], check: Check, log: Log) -> None:
+def _load_in_parallel(work: Callable[[str], str], models: set[str], check: WaitCheck, log: Log) -> None:
     executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
     try:
         waiting = {executor.submit(work, model) for model in models}
@@ -177,7 +177,7 @@ class TritonServer:
         """
         self.home = home
         self.repository = repository
-        self._given = section
+        self._configured = section
         self.section = with_free_ports(section)
         self.log_path = log_path
         self._backends = backends
@@ -228,7 +228,7 @@ class TritonServer:
         )
         self._follower.start()
 
-    def wait_ready(self, state_file: Path | None = None, check: Check = lambda: None) -> None:
+    def wait_ready(self, state_file: Path | None = None, check: WaitCheck = lambda: None) -> None:
         """Return when the server is up, its models are loaded, and each of them has answered a real request.
 
         A server that aborts meanwhile is started once more: rarely, server 2.51 does so on a busy machine, because of a
@@ -251,7 +251,7 @@ class TritonServer:
             self._child = None
             self._stopping = False
             self._regions = Regions()
-            self.section = with_free_ports(self._given)
+            self.section = with_free_ports(self._configured)
             self.start()
             self._wait_ready(check)
         if state_file is not None:
@@ -260,7 +260,7 @@ class TritonServer:
             state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
             write_json(state_file, state, durable=False)
 
-    def _wait_ready(self, check: Check) -> None:
+    def _wait_ready(self, check: WaitCheck) -> None:
         def check_start() -> None:
             check()
             if failure := stub_failure(self.log_path):
@@ -444,7 +444,7 @@ def shell_command(config: RunConfig, repository: Path) -> str:
     """
     home = find_tritonserver(config.server.tritonserver)
     backends = lay_out_backends(home, config.server_dir / "backends")
-    key_file = (config.run.weights_dir.parent / FILE).absolute()
+    key_file = (config.run.weights_dir.parent / KEY_FILE).absolute()
     key_in(key_file)
     compile_ahead(repository)
     places = (PYTHON_DIR, repository.absolute(), backends)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from rlhf_triton.config import ConfigError, RunConfig
-from rlhf_triton.tools.server.child import Check, Child
+from rlhf_triton.tools.server.child import Child, WaitCheck
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
@@ -48,7 +48,7 @@ def check_vllm(config: RunConfig) -> None:
 class VllmServer:
     """One `vllm serve` on loopback; a `Supervisor` owns it."""
 
-    def __init__(self, config: RunConfig, url: str, check: Check = lambda: None) -> None:
+    def __init__(self, config: RunConfig, url: str, check: WaitCheck = lambda: None) -> None:
         """Start it at `url` and return once the model is loaded; an exception of `check` ends the start.
 
         Raises ServerStartError if it ends instead; nothing is left running.

@@ -132,8 +132,8 @@ class ServingRanks:
         with self._sending:  # loads and forward passes are announced by different threads
             for connection in self._connections:
                 try:
-                    for each in (data, *payload):
-                        connection.send_bytes(each)
+                    for part in (data, *payload):
+                        connection.send_bytes(part)
                 except OSError as error:
                     raise RankFailed(str(error)) from error
 

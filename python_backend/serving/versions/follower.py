@@ -152,8 +152,8 @@ class Follower:
             self._swap(number)
             return
         announced = self._store.announced()
-        known = {*self._unusable, *([self._staged.number] if self._staged else [])}
-        if announced is not None and announced > self.version.number and announced not in known:
+        excluded = {*self._unusable, *([self._staged.number] if self._staged else [])}
+        if announced is not None and announced > self.version.number and announced not in excluded:
             self._stage(announced)
             if self._is_awaited(announced):
                 error = self._unusable.get(announced)

@@ -267,7 +267,7 @@ async def test_non_http_servers_are_not_retried():
     ],
 )
 async def test_servers_other_than_triton_are_named_in_a_sentence(status, body, message):
-    """As Triton's own metrics port, a web server or a gateway; a library's exception reached the caller."""
+    """Such servers are Triton's own metrics port, a web server, and a gateway."""
 
     async def reply(request):
         return web.Response(status=status, text=body)

@@ -125,7 +125,7 @@ def test_root_cause_extracts_the_exception_from_tritons_message(message, cause):
 
 
 def test_probe_fails_on_an_empty_output(control, monkeypatch):
-    """What NumPy 2 makes of every output; it cannot be installed beside the rest, so it is played here."""
+    """NumPy 2 makes every output empty; it cannot be installed beside the other packages, so it is simulated."""
     empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
     with pytest.raises(ControlPlaneError, match="critic returned empty values; the usual cause is NumPy 2"):

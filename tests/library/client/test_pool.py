@@ -12,13 +12,13 @@ from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted,
 
 from rlhf_triton.backoff import LONGEST_PAUSE_S
 from rlhf_triton.client import retry
-from rlhf_triton.client.errors import AttemptFailed, Kind, RequestFailed
+from rlhf_triton.client.errors import AttemptFailed, ErrorKind, RequestFailed
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
 from rlhf_triton.client.training_queue import TrainingQueue
 from rlhf_triton.config import ClientSection
 
-WRONG = AttemptFailed(Kind.WRONG, "refused", "step: 9")
-RESET = AttemptFailed(Kind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
+WRONG = AttemptFailed(ErrorKind.WRONG, "refused", "step: 9")
+RESET = AttemptFailed(ErrorKind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
 
 
 # ---- retries ----
@@ -75,7 +75,9 @@ def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch):
 
 
 def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch):
-    times = iter((0, 50, 50, 100, 111))  # of the failures below; the one at 50 reached a server: the clock begins anew
+    times = iter(
+        (0, 50, 50, 100, 111)
+    )  # when the failures below happen; the one at 50 reached a server, which restarts the clock
     monkeypatch.setattr("rlhf_triton.client.retry.time.monotonic", lambda: now)
     one = attempts(5, max_outage_s=60)
     for failure in (REFUSED, RESET, REFUSED, REFUSED):

@@ -22,7 +22,7 @@ TOTAL_MEMORY = 80 << 30  # bytes of a GPU without a limit
 
 
 class Properties(NamedTuple):
-    """What `torch.cuda.get_device_properties` returns."""
+    """The result of `torch.cuda.get_device_properties`."""
 
     name: str
     total_memory: int

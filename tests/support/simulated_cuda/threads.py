@@ -22,7 +22,7 @@ class Launches(NamedTuple):
 
 
 class LaunchRecord:
-    """What the threads of this process launched in the block of `recorded_launches`; filled at its end."""
+    """The kernels launched by this process's threads in the block of `recorded_launches`; filled at its end."""
 
     def __init__(self) -> None:
         self.launches: list[Launches] = []
