@@ -47,16 +47,14 @@ ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 DEFAULT_REPOSITORY = ROOT / "model_repository"
 MODEL_PY = """\
-from rlhf_triton.process import long_lived_imports
+import sys
+
+sys.path[:] = filter(None, sys.path)  # without the working directory, which Triton puts first
+
+from rlhf_triton.process import long_lived_imports  # noqa: E402
 
 with long_lived_imports():
     from {module} import TritonPythonModel  # noqa: F401
-"""
-NOT_FROM_HERE = """\
-import sys
-
-sys.path[:] = filter(None, sys.path)  # without the working directory
-
 """
 MAX_WAITING_ROWS = 100_000  # backlog of a reward function; beyond it requests are refused, to bound the memory
 PathForm = Callable[[Path], Path]  # converts a path to the form to write: absolute, or as in the YAML
@@ -142,15 +140,12 @@ def parse_pbtxt(model: str, text: str) -> Any:
 
 def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]:
     files = {}
-    # Triton logs each message's source path, and one that is not ASCII crashes the stub. So models must not import the
-    # package from the working directory, but through the link that `lay_out_backends` makes.
-    start = NOT_FROM_HERE if resolve_paths and not str(ROOT).isascii() else ""
     for model, text in render_configs(config, resolve_paths=resolve_paths).items():
         files[out / model / "config.pbtxt"] = text
         if 'platform: "ensemble"' in text:  # no code, but Triton requires a version folder
             files[out / model / "1" / ".gitkeep"] = ""
         else:
-            files[out / model / "1" / "model.py"] = start + MODEL_PY.format(module=module_of(model))
+            files[out / model / "1" / "model.py"] = MODEL_PY.format(module=module_of(model))
     return files
 
 

@@ -136,7 +136,7 @@ class HTTPConnection:
         value, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
         remedy = "start both from the same YAML"
         if different[0] == STORE_ID:
-            remedy = "put run.dir, which has the weights store, on a volume that all servers share"
+            remedy = "serve both from the weights store of one run.dir, or start this client again if it has a new one"
         difference = f"{model} has {different[0]} {value}, but {wanted} is expected; {remedy}"
         if difference != self._difference:
             logger.warning("%s gets no requests: %s", self._url, difference)

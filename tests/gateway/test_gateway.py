@@ -544,6 +544,25 @@ async def test_slow_upload_does_not_hold_up_other_large_bodies():
             assert b" 200 " in await reader.read()
 
 
+async def test_large_body_in_tiny_pieces_takes_no_more_memory():
+    pieces = [b" " * app.SMALL_BODY_BYTES, *[b" "] * 5000]
+
+    async def receive():
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    async def consume(scope, receive, send):
+        assert len((await receive())["body"]) == app.SMALL_BODY_BYTES + 5000
+
+    guard = app.RequestGuard(consume, key=None)
+    tracemalloc.start()
+    try:
+        await guard({"type": "http", "path": "/get_reward", "headers": []}, receive, None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1e6
+
+
 async def test_gateway_splits_requests_at_max_request_tokens():
     """It would be refused, and sent again in halves."""
 

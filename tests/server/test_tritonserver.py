@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,8 @@ from tiny_models import (
 )
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
-from rlhf_triton.config import ServerSection
+from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server import shared_memory
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import stub_failure, tail
@@ -72,6 +74,23 @@ def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path):
     answered = [line.removesuffix(" answers") for line in lines if line.endswith(" answers")]
     assert answered == ["critic", "critic_infer", "critic_save", "critic_train", "reward_model"]
     server.stop()  # once more does nothing
+
+
+def test_users_files_replace_no_module_that_served_models_import(tmp_path, monkeypatch):
+    """A stub has the working directory first in its module path, where a user's function is found, and its files."""
+    for name in ("token", "types", "tokenizers", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError(__file__)")
+    (tmp_path / "mine.py").write_text("def score(sample): return float(open('score.txt').read())")
+    (tmp_path / "score.txt").write_text("7")
+    monkeypatch.chdir(tmp_path)
+    rewards = {"mine": {"function": "mine:score", "workers": 1}}
+    render_repository(RunConfig.model_validate({"rewards": rewards}), tmp_path / "repository")
+    text = {"name": "sentences", "shape": [1, 1], "datatype": "BYTES", "data": ["It is 7."]}
+    with tiny_server(tmp_path) as server:
+        server.wait_ready()
+        url = f"http://{server.section.http_url}/v2/models/reward_model/infer"
+        answer = json.load(urllib.request.urlopen(url, json.dumps({"inputs": [text]}).encode(), timeout=100))
+    assert {tensor["name"]: tensor["data"] for tensor in answer["outputs"]}["rewards"] == [7.0]
 
 
 def test_taken_or_equal_ports_are_refused_before_the_start(tmp_path):
@@ -249,7 +268,8 @@ def test_stub_failure_finds_a_fatal_python_error_in_the_log(tmp_path):
 OWNER = """
 import os, subprocess, sys
 from pathlib import Path
-from rlhf_triton.config import ServerSection
+from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server import shared_memory
 shared_memory.SHARED_MEMORY = Path(sys.argv[1])
 regions = shared_memory.Regions()

@@ -210,13 +210,6 @@ def test_render_command_writes_and_checks_the_repository(tmp_path, capsys):
     assert "did you mean critic.instances?" in capsys.readouterr().err
 
 
-def test_rendered_model_imports_a_non_ascii_checkout_by_path(tmp_path, monkeypatch):
-    for root, first in (("plain", "from"), ("ü", "import sys")):
-        monkeypatch.setattr(render, "ROOT", tmp_path / root)
-        render.render_repository(RunConfig(), tmp_path / "repository")
-        assert (tmp_path / "repository" / "critic" / "1" / "model.py").read_text().startswith(first)
-
-
 # ---- the reference ----
 
 

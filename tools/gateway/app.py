@@ -109,7 +109,7 @@ class RequestGuard:
         self._app = app
         self._key = key
         self._room = Room(MAX_BODY_BYTES)
-        self._num_arriving = 0  # bytes of incomplete large bodies
+        self._arriving: dict[contextlib.AsyncExitStack, int] = {}  # number of bytes of each incomplete large body
         self._beyond = asyncio.Lock()  # held by the incomplete body that may exceed the limit: one can always complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,7 +155,6 @@ class RequestGuard:
         self, receive: Receive, size: int, limit: int, arriving: contextlib.AsyncExitStack
     ) -> bytearray:
         body = bytearray()
-        num_counted = 0
         is_beyond = False
         more = True
         clock = asyncio.get_running_loop().time
@@ -169,21 +168,18 @@ class RequestGuard:
             more = message.get("more_body", False)
             if max(size, len(body)) > limit:
                 raise HttpError(413, f"the body exceeds {limit} bytes" if limit else "send no body to this path")
-            num_new = len(body) - num_counted
             if len(body) <= SMALL_BODY_BYTES or is_beyond:
                 continue
-            if self._num_arriving + num_new > MAX_BODY_BYTES:
+            others = sum(self._arriving.values()) - self._arriving.get(arriving, 0)
+            if others + len(body) > MAX_BODY_BYTES:
                 await arriving.enter_async_context(self._beyond)
                 is_beyond = True
                 deadline = clock() + BODY_S
             else:
-                self._count_arriving(num_new)
-                arriving.callback(self._count_arriving, -num_new)
-                num_counted += num_new
+                if arriving not in self._arriving:
+                    arriving.callback(self._arriving.pop, arriving, None)
+                self._arriving[arriving] = len(body)
         return body
-
-    def _count_arriving(self, num_bytes: int) -> None:
-        self._num_arriving += num_bytes
 
 
 def _refuse_pages(headers: Mapping[str, str]) -> None:

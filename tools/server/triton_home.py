@@ -89,9 +89,9 @@ def lay_out_backends(home: TritonHome, into: Path) -> Path:
         return home.backend_source_dir
     folder = into.absolute() / "python"
     folder.mkdir(parents=True, exist_ok=True)
-    # A stub cannot open the package where an editable install names it beyond ASCII.
-    odd = [] if str(_PACKAGE).isascii() else [_PACKAGE]
-    for source in (*(home.backend_source_dir / "python" / name for name in _BACKEND_FILES), home.stub, *odd):
+    # The package is for a Python without it, and for an editable install of one whose path is not ASCII: a stub cannot
+    # open that, and would crash as Triton logs each message's source path.
+    for source in (*(home.backend_source_dir / "python" / name for name in _BACKEND_FILES), home.stub, _PACKAGE):
         link = folder / source.name
         fresh = link.with_name(f".{link.name}.{os.getpid()}")
         fresh.symlink_to(source)

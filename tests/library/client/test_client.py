@@ -339,7 +339,7 @@ async def test_critic_of_another_store_is_not_asked_through_the_ensemble(caplog)
         asked = [len(server.asked) for server in (one, two)]
         await asyncio.gather(*(client.score(ROWS) for _ in range(4)))
         assert sorted(len(server.asked) - before for server, before in zip((one, two), asked, strict=True)) == [0, 4]
-    assert "expected; put run.dir, which has the weights store, on a volume" in caplog.text
+    assert "expected; serve both from the weights store of one run.dir" in caplog.text
 
 
 # ---- the end ----
