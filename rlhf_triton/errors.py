@@ -82,6 +82,8 @@ def reason_of_item(item: Mapping[str, Any]) -> str:
     """Return the message of one of the `errors()` of a pydantic ValidationError, such as `must be less than 1`."""
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
+    if item["type"] == "path_type":
+        return "must be a path"
     message = re.sub(r", unable to .*| or instance of \w+", "", item["msg"])
     return re.sub(r"^\w+ should ", "must ", message).replace(" after validation", "")
 

@@ -109,8 +109,9 @@ def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
 
 def _components(ends: Sequence[RolloutRow]) -> dict[str, list[float]]:
-    """Return the values of each term of the reward, NaN where it failed or does not apply."""
-    return {name: [end.score.components.get(name, np.nan) for end in ends] for name in ends[0].score.components}
+    """Return the values of each term of the reward, NaN where it failed, alone or with its request, or does not apply."""
+    names = dict.fromkeys(name for end in ends for name in end.score.components)
+    return {name: [end.score.components.get(name, np.nan) for end in ends] for name in names}
 
 
 def _failure_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:

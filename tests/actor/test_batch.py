@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from samples import (
+    FAILED,
     LENGTHS,
     PROMPT_LENGTHS,
     a_sample,
@@ -28,7 +29,7 @@ from rlhf_triton.actor.algorithms.batch import (
     positions,
     score_returns,
 )
-from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, process_metrics, rollout_metrics
+from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, process_metrics, rollout_metrics, text_metrics
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.rollout_rows import Score
@@ -282,6 +283,14 @@ def test_components_of_weight_0_are_left_out_and_those_that_do_not_apply_are_nan
     assert inputs.components.nan_to_num(-1.0).tolist() == [[1, 0], [1, 8], [1, -1], [1, 4]]
     alone = [row.with_score(weights={**weights, "short": 0.0}) for row in rows]
     assert received(alone, name="gdpo", responses_per_prompt=4).components is None
+
+
+@pytest.mark.parametrize("failed", [0, 3])
+def test_terms_of_the_reward_are_charted_whichever_request_failed(failed):
+    rows = [row.with_score(components={"right": 1.0}) for row in scored_samples()]
+    rows[failed] = replace(rows[failed], score=FAILED)
+    metrics = text_metrics([(row,) for row in rows])
+    assert (metrics.get("reward_right"), metrics.get("reward_right_missing")) == (1.0, 1.0)
 
 
 # ---- stages between scoring and advantages ----

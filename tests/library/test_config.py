@@ -85,6 +85,7 @@ def test_yaml_files_in_configs_are_valid(path):
         ("actor: {step: 3}", "unknown key actor.step; did you mean actor.steps?"),
         ("actr: {steps: 3}", "unknown key actr; did you mean actor?"),
         ("trainer: {publish: {evry: 3}}", "unknown key trainer.publish.evry; did you mean trainer.publish.every?"),
+        ("run: {dir: }", "run.dir: must be a path (got None)"),
         ("report: my_report.py", "report: 'my_report.py' does not name a function; write path/to/file.py:name or"),
         (
             "zzz: 1",

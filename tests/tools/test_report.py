@@ -207,7 +207,7 @@ class TestPage:
         ):
             assert text in page
         assert not re.search(r"PPO never saw|<script|url\(|@import", page)
-        assert page.count(str(tmp_path)) == 1, "the setting run.dir, as it was written"
+        assert str(tmp_path) not in page
         widths = re.findall(r"(?<!max-)(?:width: |minmax\()(\d+)px", page)
         assert max(map(int, widths)) < 390, "a phone's width, which no rule exceeds"
         for key in SUMMARY_KEYS:
