@@ -122,7 +122,7 @@ class TrainingRun:
         self.last.record(await self.stop.or_done(self.checkpoints.resume()))
         opened = asyncio.to_thread(self.open_recorder, first_step=self.done + 1)
         recorder = await self.stop.or_done(opened)
-        self.rollouts.resumed_groups = await asyncio.to_thread(self.samples.sampled, self.done)
+        self.rollouts.resume(await asyncio.to_thread(self.samples.sampled, self.done))
         await asyncio.to_thread(self.samples.resume, self.done)
         is_last = self.done >= settings.steps
         if self.done == 0:

@@ -142,7 +142,7 @@ def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]
     files = {}
     for model, text in render_configs(config, resolve_paths=resolve_paths).items():
         files[out / model / "config.pbtxt"] = text
-        if 'platform: "ensemble"' in text:  # no code, but Triton requires a version folder
+        if parse_pbtxt(model, text).platform == "ensemble":  # no code, but Triton requires a version folder
             files[out / model / "1" / ".gitkeep"] = ""
         else:
             files[out / model / "1" / "model.py"] = MODEL_PY.format(module=module_of(model))

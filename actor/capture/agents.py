@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from rlhf_triton.actor.capture.app import capture_routes
 from rlhf_triton.actor.capture.http import HttpError, refused
-from rlhf_triton.actor.capture.sessions import CapturedRow, Sampling, Sessions
+from rlhf_triton.actor.capture.sessions import CapturedRow, Sampling, SessionLimits, Sessions
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
@@ -36,14 +36,8 @@ class CapturedAgents(ConversationRunner):
         """Start the workers and the server; arguments and errors as in `ConversationRunner`, but `lockstep` is off."""
         super().__init__(settings, tokenizer, **{**options, "lockstep": False})
         self._rows: dict[str, ConversationRows] = {}
-        self._sessions = Sessions(
-            tokenizer,
-            most=MAX_INSTANCES,
-            most_tokens=settings.max_tokens,
-            idle_s=math.inf,
-            most_calls=settings.max_turns,
-            counts_shared=False,
-        )
+        limits = SessionLimits(settings.max_tokens, settings.max_turns, counts_shared=False)
+        self._sessions = Sessions(tokenizer, limits, most=MAX_INSTANCES, idle_s=math.inf)
         routes = capture_routes(self._sessions, self, model="policy", max_tokens=settings.max_tokens)
         app = Starlette(routes=routes, exception_handlers={RlhfError: refused})
         config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, log_level="warning", lifespan="off")

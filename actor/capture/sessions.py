@@ -113,13 +113,22 @@ class CapturedRow(RecordedRow):
         }
 
 
+@dataclass(frozen=True)
+class SessionLimits:
+    """What one session may hold."""
+
+    tokens: int  # maximum tokens of all rows
+    calls: float = math.inf
+    counts_shared: bool = True  # whether tokens that several rows have in common count for each of them
+
+
 class Session:
     """The calls of one agent, which may have several conversations, even at the same time."""
 
-    def __init__(self, name: str, tokenizer: Any, *, max_tokens: int, max_calls: float, counts_shared: bool) -> None:
+    def __init__(self, name: str, tokenizer: Any, limits: SessionLimits) -> None:
         self.name = name
         self.num_tokens = 0
-        """Tokens of all rows; those that several rows share count once unless `counts_shared`."""
+        """Tokens of all rows; see `SessionLimits.counts_shared`."""
         self.limit = ""
         """`limit`: the limit for which a call was refused, `max_tokens` or `max_turns`; empty if none was refused."""
         self.calls: list[PolicyCall] = []
@@ -127,9 +136,7 @@ class Session:
         self.in_flight = 0
         self.is_over = False
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
-        self._max_calls = max_calls
-        self._counts_shared = counts_shared
+        self._limits = limits
         self._ends: dict[str, PolicyCall] = {}  # calls by the digest of their conversation, reply included
         self._counting = threading.Lock()
         self._begun: dict[PolicyCall, int] = {}  # calls in flight, and how many tokens they add to the rows at least
@@ -140,9 +147,9 @@ class Session:
 
         Raises HttpError if the session has reached a limit, TemplateError if the messages cannot be rendered.
         """
-        if len(self.calls) + self.in_flight > self._max_calls:
+        if len(self.calls) + self.in_flight > self._limits.calls:
             self.limit = "max_turns"
-            raise HttpError(400, f"the session has reached its limit of {self._max_calls} calls: end it")
+            raise HttpError(400, f"the session has reached its limit of {self._limits.calls} calls: end it")
         digests = [_digest("", tools)]
         for message in messages:
             digests.append(_digest(digests[-1], _identity(message)))
@@ -167,13 +174,13 @@ class Session:
         with self._counting:
             num_new = self._num_added(call, self._begun)
             num_earlier = self.num_tokens + sum(self._begun.values())
-            num_left = self._max_tokens - num_earlier - num_new
+            num_left = self._limits.tokens - num_earlier - num_new
             if num_left < 1:
                 self.limit = "max_tokens"
                 raise HttpError(
                     400,
                     f"messages: {num_new} tokens after the {num_earlier} of the session's rows so far leave no room "
-                    f"for a reply within {self._max_tokens} (environment.max_tokens in a run): end the session",
+                    f"for a reply within {self._limits.tokens} (environment.max_tokens in a run): end the session",
                     "messages",
                 )
             self._begun[call] = num_new
@@ -211,7 +218,7 @@ class Session:
     def _num_added(self, call: PolicyCall, in_flight: Collection[PolicyCall] = ()) -> int:
         """Return how many tokens a call adds to the rows: a branch repeats those before it in another row."""
         is_branch = call.parent not in self._leaves or any(other.parent is call.parent for other in in_flight)
-        repeats = is_branch and self._counts_shared
+        repeats = is_branch and self._limits.counts_shared
         return call.num_tokens if repeats else len(call.before) + len(call.sampled.tokens)
 
 
@@ -227,32 +234,19 @@ class Sessions:
     again, and its calls would become rows of the next session with that name.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        most: int,
-        most_tokens: int,
-        idle_s: float,
-        most_calls: float = math.inf,
-        counts_shared: bool = True,
-    ) -> None:
+    def __init__(self, tokenizer: Any, limits: SessionLimits, *, most: int, idle_s: float) -> None:
         """
         Args:
+            limits: of each session.
             most: maximum number of open sessions.
-            most_tokens: maximum tokens of all rows of a session.
             idle_s: time without a request after which a session is dropped.
-            most_calls: maximum calls of a session.
-            counts_shared: whether tokens that several rows have in common count for each of them.
 
         Raises TemplateError if the tokenizer has no chat template.
         """
         self.tokenizer = tokenizer
         self._most = most
         self._idle_s = idle_s
-        self._most_tokens = most_tokens
-        self._most_calls = most_calls
-        self._counts_shared = counts_shared
+        self._limits = limits
         self._open: dict[str, Session] = {}
         self._ended: dict[str, float] = {}  # name -> time of the end; oldest first
         chat = Chat(tokenizer)
@@ -277,14 +271,7 @@ class Sessions:
             raise _session_ended(name)
         if name not in self._open and len(self._open) >= self._most:
             raise HttpError(429, f"session {name}: {len(self._open)} open sessions are the limit: end some")
-        new = Session(
-            name,
-            self.tokenizer,
-            max_tokens=self._most_tokens,
-            max_calls=self._most_calls,
-            counts_shared=self._counts_shared,
-        )
-        session = self._open.setdefault(name, new)
+        session = self._open.setdefault(name, Session(name, self.tokenizer, self._limits))
         session.in_flight += 1
         try:
             yield session

@@ -57,8 +57,7 @@ class Rollouts:
             truncated: `environment.truncated`; ignored without environments.
         """
         self._record_sampled = record_sampled
-        self.resumed_groups: dict[int, tuple[int, Group]] = {}
-        """Groups that an earlier process has sampled, from `SampleJournal.sampled`."""
+        self._resumed = dict[int, tuple[int, Group]]()  # groups that an earlier process has sampled
         self._settings = settings
         self.inputs = inputs
         self._publish_every = publish_every
@@ -71,6 +70,10 @@ class Rollouts:
         self._in_flight = deque[tuple[GroupInFlight, Positions]]()  # with the positions after its prompt
         self._completing = list[GroupInFlight]()
         self._demands = dict[int, asyncio.Task[VersionRange | None]]()  # by the critic update that is waited for
+
+    def resume(self, sampled: dict[int, tuple[int, Group]]) -> None:
+        """Use the groups that an earlier process has sampled, from `SampleJournal.sampled`."""
+        self._resumed = sampled
 
     async def take(self, step: int) -> Rollout:
         """Start the groups that this step allows, wait for the groups of `step`, and return them.
@@ -154,7 +157,7 @@ class Rollouts:
 
     def _resumed_group(self, number: int, seed: int, prompt: Prompt, *, taken_by: int) -> Group | None:
         """Return the group that an earlier process has sampled, if it is not too old for the step that takes it."""
-        sampling_seed, group = self.resumed_groups.pop(number, (None, Group(())))
+        sampling_seed, group = self._resumed.pop(number, (None, Group(())))
         if sampling_seed != seed or group.conversations[0][0].prompt.prompt_id != prompt.prompt_id:
             return None
         age = policy_staleness(rows_of(group.conversations), taken_by)

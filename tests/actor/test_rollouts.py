@@ -353,7 +353,7 @@ def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
         simulation = Simulation(log_normal)
         critic = InstantCritic()
         rollouts = make_rollouts(simulation, inputs, critic, steps=4, max_off_policy_steps=1)
-        rollouts.resumed_groups = kept
+        rollouts.resume(kept)
         found = await trained(rollouts, critic, range(1, 5))
         assert found.staleness == [0, 1, 1, 1]
         assert [name for name, *_ in simulation.started] == ids([*found.groups[2], *found.groups[3]])

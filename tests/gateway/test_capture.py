@@ -18,7 +18,7 @@ from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.actor.capture import app as capture_app
 from rlhf_triton.actor.capture.http import HttpError
-from rlhf_triton.actor.capture.sessions import Sampling, Session, Sessions
+from rlhf_triton.actor.capture.sessions import Sampling, Session, SessionLimits, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
 from rlhf_triton.actor.data.chat import HERMES, Chat, TemplateError, tool_calls
 from rlhf_triton.config.sections import ServedPolicySection
@@ -177,7 +177,7 @@ async def test_each_call_starts_a_row_if_the_template_rewrites_replies(caplog):
     )
     tokenizer.chat_template = None
     with pytest.raises(TemplateError, match="no chat template"):
-        Sessions(tokenizer, most=1, most_tokens=1, idle_s=1)
+        Sessions(tokenizer, SessionLimits(1), most=1, idle_s=1)
 
 
 async def test_capture_refuses_a_message_that_the_chat_template_leaves_out():

@@ -12,7 +12,7 @@ from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
-from rlhf_triton.actor.capture.sessions import Sampling, Sessions
+from rlhf_triton.actor.capture.sessions import Sampling, SessionLimits, Sessions
 from rlhf_triton.actor.data.recorded import PolicyTurn
 
 TEMPLATE = (
@@ -67,10 +67,12 @@ async def scripted_gateway(
     export: Path | None = None,
     tokenizer: Any = TOKENIZER,
     key: str | None = None,
-    **most: Any,
+    most: int = 1000,
+    most_tokens: int = 1_000_000,
+    idle_s: float = 600.0,
 ) -> AsyncIterator[tuple[Caller, Sessions]]:
-    """Run the gateway with the policy's routes; `most`: bounds of the sessions."""
-    sessions = Sessions(tokenizer, **{"most": 1000, "most_tokens": 1_000_000, "idle_s": 600.0, **most})
+    """Run the gateway with the policy's routes; `most`, `idle_s`: as in `Sessions`; `most_tokens`: of a session."""
+    sessions = Sessions(tokenizer, SessionLimits(most_tokens), most=most, idle_s=idle_s)
     routes = capture_routes(sessions, sampler, model="policy", max_tokens=500)
     routes += trainer_routes(sessions, export)
     async with gateway("unused:1", key=key, more=routes) as caller:

@@ -5,7 +5,7 @@ import contextlib
 from starlette.routing import Route
 
 from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
-from rlhf_triton.actor.capture.sessions import Sessions
+from rlhf_triton.actor.capture.sessions import SessionLimits, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings, special_tokens_in
 from rlhf_triton.config.sections import ServedPolicySection
@@ -31,6 +31,6 @@ def policy_routes(settings: ServedPolicySection, closing: contextlib.AsyncExitSt
         vocab_size=num_embeddings(settings.model),
     )
     closing.push_async_callback(sampler.close)
-    sessions = Sessions(tokenizer, most=MAX_SESSIONS, most_tokens=MAX_SESSION_TOKENS, idle_s=IDLE_S)
+    sessions = Sessions(tokenizer, SessionLimits(MAX_SESSION_TOKENS), most=MAX_SESSIONS, idle_s=IDLE_S)
     routes = capture_routes(sessions, sampler, model=settings.model.name, max_tokens=MAX_TOKENS)
     return [*routes, *trainer_routes(sessions, settings.export)]
