@@ -139,7 +139,7 @@ class Run:
         """
         path = self._folder() / RUN_YAML
         if not path.is_file():
-            raise RlhfError(f"{self.path} was started by a command; resume it with the same command and YAML")
+            raise RlhfError(f"{path} is missing; resume a run that a command has started with this command")
         return path
 
     @property
@@ -354,6 +354,8 @@ class Run:
         process = _started.get(self.path)
         if process is not None and process.poll() not in (None, *STOPPED):
             why = f"the run {how_ended(process.returncode)}; its log is {self.log_path}"
+            if not self.log_path.is_file():
+                why = f"the run {how_ended(process.returncode)}, and files of {self.path} were deleted meanwhile"
             raise RlhfError(error_in(self.log_path) or why)
 
     def _config(self) -> RunConfig:
@@ -375,7 +377,7 @@ class Run:
 
 @contextlib.contextmanager
 def _written(sections: Sections) -> Iterator[None]:
-    """Write the YAML into the run's folder, in which the block starts the run; meanwhile nothing else may start one there.
+    """Write the YAML into the run's folder; no other program may start a run there until the block ends.
 
     Raises RlhfError if the run is in progress or being started.
     """
