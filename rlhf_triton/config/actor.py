@@ -420,7 +420,7 @@ def check_actor(actor: ActorSection) -> None:
     if algorithm.critic_warmup_steps >= actor.steps:
         raise ValueError(
             f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}) must be below actor.steps "
-            f"({actor.steps}), or the policy is never updated"
+            f"({actor.steps}), or the policy is never updated; set one of them"
         )
     if generation.min_new_tokens > generation.max_new_tokens:
         raise ValueError(

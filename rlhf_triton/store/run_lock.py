@@ -15,6 +15,7 @@ from rlhf_triton.store.durable import exclusive_lock, is_locked, refusal
 
 LOCK_FILE = "actor.lock"
 RUN_LOCK_FILE = "run.lock"
+START_LOCK_FILE = "start.lock"
 SERVER_LOCK_FILE = "server.lock"
 PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
 
@@ -27,6 +28,11 @@ def only_actor(run_dir: Path) -> contextlib.AbstractContextManager[None]:
 def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the exclusive lock of `rlhf-triton run` on `run_dir`. Raises RlhfError if it is taken."""
     return _hold_lock("`rlhf-triton run`", run_dir, RUN_LOCK_FILE)
+
+
+def only_start(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the exclusive lock of a program that starts a run in `run_dir`. Raises RlhfError if it is taken."""
+    return _hold_lock("`rlhf_triton.train`", run_dir, START_LOCK_FILE)
 
 
 def only_server(server_dir: Path, key: str = "server.dir") -> contextlib.AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """Files that `rlhf_triton.train`, `serve` and `Run` write and read, without the processes that they start."""
 
+import contextlib
 import functools
 import itertools
 import linecache
@@ -25,9 +26,11 @@ from rlhf_triton.config import load_config
 from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.function import load_function
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.store.run_lock import only_run, only_server, write_phase
+from rlhf_triton.store.run_lock import only_run, only_server, only_start, write_phase
+from rlhf_triton.tools.api import runs
 from rlhf_triton.tools.api.functions import function_spec
 from rlhf_triton.tools.api.live_line import LiveLine
+from rlhf_triton.tools.api.sections import new_folder
 
 GROUPS = {"actor.algorithm.responses_per_prompt": 4}
 CELLS = itertools.count()
@@ -231,6 +234,35 @@ def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started, tmp_path
     Path("p.jsonl").touch()
     with pytest.raises(rt.RlhfError, match=r"dir: .*p.jsonl: File exists; name another folder"):
         rt.train("policy", prompts="p.jsonl", reward="reward", dir="p.jsonl")
+
+
+def test_a_run_that_starts_in_a_folder_keeps_it_until_its_command_has_it(started, monkeypatch):
+    def begin(policy="policy"):
+        return rt.train(policy, prompts="p.jsonl", reward="reward", dir="mine")
+
+    def start(run, **_):
+        before = run.config_path.read_text()
+        for again in (lambda: begin("other"), run.resume):
+            with pytest.raises(rt.RlhfError, match=r"another `rlhf_triton.train` is running in .*mine \(process"):
+                again()
+        assert run.config_path.read_text() == before
+
+    monkeypatch.setattr(rt.Run, "_start", start)
+    begin()
+    begin()  # which has ended
+
+
+def test_a_folder_in_which_another_run_starts_is_not_removed(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def begin():
+            with new_folder(tmp_path / "mine", "train") as folder:
+                stack.enter_context(only_start(folder))
+                raise rt.RlhfError("the other was faster")
+
+        with pytest.raises(rt.RlhfError, match="the other was faster"):
+            begin()
+        assert (tmp_path / "mine").is_dir()
 
 
 def test_resume_may_change_settings(started):
@@ -448,7 +480,7 @@ def test_samples_report_and_curves_of_a_finished_run(tmp_path):
         run.samples("later")
     with pytest.raises(rt.RlhfError, match="has no policy yet: the first checkpoint is written"):
         run.policy_path  # noqa: B018
-    with pytest.raises(rt.RlhfError, match="was started by a command; resume it with the same command and YAML"):
+    with pytest.raises(rt.RlhfError, match=r"run.yaml is missing; resume a run that a command has started with this"):
         run.resume()
 
 
@@ -482,6 +514,22 @@ def test_a_folder_that_is_no_run_or_is_deleted_is_one_sentence(tmp_path):
     for read in (lambda: run.metrics, run.samples, run.report, run.plot, run.status, lambda: run.policy_path):
         with pytest.raises(rt.RlhfError, match=f"{folder} is missing: name the folder of a run"):
             read()
+
+
+def test_a_run_whose_folder_is_deleted_meanwhile_says_so(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run")
+    run = rt.Run(folder)
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(2)"]) as process:
+        process.wait()
+    monkeypatch.setitem(runs._started, run.path, process)
+    with pytest.raises(
+        rt.RlhfError, match=r"^the run ended with exit code 2, and files of .*run were deleted meanwhile$"
+    ):
+        run.wait()
+    run.log_path.parent.mkdir()
+    run.log_path.touch()
+    with pytest.raises(rt.RlhfError, match=r"^the run ended with exit code 2; its log is .*run.log$"):
+        run.wait()
 
 
 RUNNING = """

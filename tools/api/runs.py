@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -22,7 +22,7 @@ from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.store.durable import numbers_in, read_json
 from rlhf_triton.store.jsonl import NewLines, each_line
-from rlhf_triton.store.run_lock import in_progress, only_run, run_process
+from rlhf_triton.store.run_lock import in_progress, only_run, only_start, run_process
 from rlhf_triton.tools.api.live_line import LiveLine
 from rlhf_triton.tools.api.sections import PROMPT_FORMS, Sections, new_folder
 from rlhf_triton.tools.server.child import start_bound
@@ -114,10 +114,9 @@ def train(
         config = sections.check("rlhf_triton.train")
         if config.serves_critic and "critic.model" not in config.written:
             sections.set_model("critic.model", policy)
-        with only_run(folder):
-            sections.write(folder / RUN_YAML)
-        run = Run(folder)
-        run._start(wait=wait)
+        with _written(sections):
+            run = Run(folder)
+            run._start(wait=wait)
     return run
 
 
@@ -140,7 +139,7 @@ class Run:
         """
         path = self._folder() / RUN_YAML
         if not path.is_file():
-            raise RlhfError(f"{self.path} was started by a command; resume it with the same command and YAML")
+            raise RlhfError(f"{path} is missing; resume a run that a command has started with this command")
         return path
 
     @property
@@ -303,9 +302,8 @@ class Run:
         for key, value in settings.items():
             sections.set(key, value)
         sections.check(str(self.config_path))
-        with only_run(self.path):
-            sections.write(self.config_path)
-        self._start(wait=wait, arguments=["--accept-changes"] if accept_changes else [])
+        with _written(sections):
+            self._start(wait=wait, arguments=["--accept-changes"] if accept_changes else [])
         return self
 
     def push_to_hub(self, name: str, *, private: bool = True) -> str:
@@ -356,6 +354,8 @@ class Run:
         process = _started.get(self.path)
         if process is not None and process.poll() not in (None, *STOPPED):
             why = f"the run {how_ended(process.returncode)}; its log is {self.log_path}"
+            if not self.log_path.is_file():
+                why = f"the run {how_ended(process.returncode)}, and files of {self.path} were deleted meanwhile"
             raise RlhfError(error_in(self.log_path) or why)
 
     def _config(self) -> RunConfig:
@@ -373,6 +373,18 @@ class Run:
 
     def _log_changed(self) -> int:
         return self.log_path.stat().st_mtime_ns if self.log_path.is_file() else 0
+
+
+@contextlib.contextmanager
+def _written(sections: Sections) -> Iterator[None]:
+    """Write the YAML into the run's folder; no other program may start a run there until the block ends.
+
+    Raises RlhfError if the run is in progress or being started.
+    """
+    with only_start(sections.folder):
+        with only_run(sections.folder):
+            sections.write(sections.folder / RUN_YAML)
+        yield
 
 
 def _check_given(sections: Sections) -> None:

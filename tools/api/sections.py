@@ -17,7 +17,7 @@ from rlhf_triton.config.keys import value_at
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC, with_absolute_path
-from rlhf_triton.store.durable import replace_file
+from rlhf_triton.store.durable import is_locked, replace_file
 from rlhf_triton.store.run_lock import read_phase
 from rlhf_triton.tools.api.functions import function_spec
 from rlhf_triton.tools.server.ports import PORT_KEYS
@@ -178,7 +178,7 @@ class Sections:
 def new_folder(name: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]:
     """Yield the folder `name`, by default the first free `runs/<kind>-N`.
 
-    If the block fails, a new folder is removed, unless a run has started in it.
+    If the block fails, a new folder is removed, unless a run has started in it, or another program starts one.
 
     Raises RlhfError if it cannot be made.
     """
@@ -189,7 +189,7 @@ def new_folder(name: str | os.PathLike[str] | None, kind: str) -> Iterator[Path]
     try:
         yield folder
     except Exception:
-        if is_new and not read_phase(folder):
+        if is_new and not read_phase(folder) and not any(map(is_locked, folder.rglob("*.lock"))):
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
