@@ -109,7 +109,7 @@ def asking(prompts, found, draws, *, most):
         found[index] = responses([*conversation])[0]
 
     source = PromptSource(max_new_tokens=most)
-    source.draws = draws  # type: ignore[method-assign]
+    source.draws = draws
     source.add(SamplingJob({i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}, finished, seed=0))
     return source
 
