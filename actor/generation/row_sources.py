@@ -63,7 +63,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def add(self, job: SamplingJob) -> None:
-        """Also supply the rows of this job, after those of earlier ones."""
+        """Add a job, whose rows are supplied after those of earlier jobs."""
 
     @abstractmethod
     def deliver(self, index: int, turn: PolicyTurn) -> None:

@@ -452,7 +452,7 @@ def answered(prompt, reply):
 
 
 def test_tool_calls_of_the_last_reply_are_rendered(tmp_path):
-    """An agent's last message may have some beside its content, as clients of the OpenAI API write them."""
+    """An agent's last message may have tool calls beside its content, as clients of the OpenAI API write them."""
     calls = "{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}"
     template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
     theirs = with_thoughts("qwen2", chat_template=template)
@@ -553,7 +553,7 @@ def ids_of_line(folder, line, max_length=None, **settings):
     return read_pairs(section, model).chosen[0].tokens.tolist()
 
 
-def test_reward_model_receives_the_response_of_a_text_beside_the_text():
+def test_reward_model_receives_the_response_of_a_text_as_metadata():
     assert row_metadata(ServedModel(), row_of({"text": "Open it."}), " A day.", 0) == {"response": " A day."}
 
 
