@@ -81,7 +81,7 @@ def method_of(*, whitens: bool = True, **settings: Any) -> Method:
 
 
 def advantage_inputs(rewards: Tensor, groups: Tensor, mask: Tensor, **more: Any) -> AdvantageInputs:
-    """Return inputs with these rewards [N] and mask [N, S-1]; all responses have ended and count, unless `more` differs."""
+    """Return inputs with these rewards [N] and mask [N, S-1]; by default all responses have ended and count."""
     zeros = torch.zeros_like(mask)
     yes = torch.ones(len(mask), dtype=torch.bool)
     usual = {"penalty": zeros, "values": zeros, "scored": yes, "ended": yes, "counted": yes}
