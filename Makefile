@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl trl-environment test-vllm check check-deploy format docs clean
+.PHONY: demo demo-llm demo-rlvr demo-agent test test-all test-device gpu-check test-repeated mutants crash fuzz test-trl trl-environment test-vllm check check-deploy format generate docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m examples.demo sentences run.seed=$(SEED)
@@ -90,6 +90,11 @@ check-deploy: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+generate: $(INSTALLED)
+	$(BIN)/python tools/config_reference.py
+	$(BIN)/python tools/render_configs.py
+	$(BIN)/python deploy/monitoring/generate.py
 
 # Strict: a broken link, a missing page, or one that no table of contents lists, is an error. Needs Python 3.11.
 docs: $(INSTALLED)

@@ -162,7 +162,7 @@ async def _send(server: Running, rows: int, concurrency: int, num_requests: int,
 
 
 def difference(rewards: np.ndarray, num_rows: int, expected: np.ndarray) -> float:
-    """Return the largest difference to the first rewards of transformers. Raises RlhfError if it is no rounding."""
+    """Return the largest difference to the first rewards of transformers. Raises RlhfError if it exceeds rounding."""
     if rewards.size != num_rows or not np.isfinite(rewards).all():
         raise RlhfError(f"{rewards.size} rewards for {num_rows} rows, or one that is not finite")
     wanted = expected[:num_rows]

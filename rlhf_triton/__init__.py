@@ -18,19 +18,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, LossInputs
-    from rlhf_triton.client.client import TrainAnswer
-    from rlhf_triton.client.critic import AsyncCriticClient, CriticClient, RowScores, RowValues
-    from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
-    from rlhf_triton.client.reward import AsyncRewardClient, RewardClient, Scores
-    from rlhf_triton.config import ClientSection
-    from rlhf_triton.environment import Environment, EnvironmentLost
-    from rlhf_triton.errors import RlhfError
-    from rlhf_triton.rewards.function import Sample, count
-    from rlhf_triton.tools.api.runs import Run, train
-    from rlhf_triton.tools.api.services import Services, serve
-    from rlhf_triton.tools.report.user_sections import ReportSection
-    from rlhf_triton.wire.contract import ContractError
+    from rlhf_triton.actor.algorithms.inputs import AdvantageInputs as AdvantageInputs
+    from rlhf_triton.actor.algorithms.inputs import LossInputs as LossInputs
+    from rlhf_triton.client.client import TrainAnswer as TrainAnswer
+    from rlhf_triton.client.critic import AsyncCriticClient as AsyncCriticClient
+    from rlhf_triton.client.critic import CriticClient as CriticClient
+    from rlhf_triton.client.critic import RowScores as RowScores
+    from rlhf_triton.client.critic import RowValues as RowValues
+    from rlhf_triton.client.errors import RequestFailed as RequestFailed
+    from rlhf_triton.client.errors import RequestRefused as RequestRefused
+    from rlhf_triton.client.errors import ServerFailed as ServerFailed
+    from rlhf_triton.client.reward import AsyncRewardClient as AsyncRewardClient
+    from rlhf_triton.client.reward import RewardClient as RewardClient
+    from rlhf_triton.client.reward import Scores as Scores
+    from rlhf_triton.config import ClientSection as ClientSection
+    from rlhf_triton.environment import Environment as Environment
+    from rlhf_triton.environment import EnvironmentLost as EnvironmentLost
+    from rlhf_triton.errors import RlhfError as RlhfError
+    from rlhf_triton.rewards.function import Sample as Sample
+    from rlhf_triton.rewards.function import count as count
+    from rlhf_triton.tools.api.runs import Run as Run
+    from rlhf_triton.tools.api.runs import train as train
+    from rlhf_triton.tools.api.services import Services as Services
+    from rlhf_triton.tools.api.services import serve as serve
+    from rlhf_triton.tools.report.user_sections import ReportSection as ReportSection
+    from rlhf_triton.wire.contract import ContractError as ContractError
 
 _MODULES = {
     "AdvantageInputs": "actor.algorithms.inputs",
@@ -42,7 +54,7 @@ _MODULES = {
     "Environment": "environment",
     "EnvironmentLost": "environment",
     "LossInputs": "actor.algorithms.inputs",
-    "ReportSection": "tools.report.data",
+    "ReportSection": "tools.report.user_sections",
     "RequestFailed": "client.errors",
     "RequestRefused": "client.errors",
     "RewardClient": "client.reward",
@@ -60,33 +72,7 @@ _MODULES = {
     "train": "tools.api.runs",
 }
 
-__all__ = [
-    "AdvantageInputs",
-    "AsyncCriticClient",
-    "AsyncRewardClient",
-    "ClientSection",
-    "ContractError",
-    "CriticClient",
-    "Environment",
-    "EnvironmentLost",
-    "LossInputs",
-    "ReportSection",
-    "RequestFailed",
-    "RequestRefused",
-    "RewardClient",
-    "RlhfError",
-    "RowScores",
-    "RowValues",
-    "Run",
-    "Sample",
-    "Scores",
-    "ServerFailed",
-    "Services",
-    "TrainAnswer",
-    "count",
-    "serve",
-    "train",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

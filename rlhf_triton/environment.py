@@ -18,7 +18,7 @@ class Environment(Protocol):
 
 
 class EnvironmentLost(ConnectionError):
-    """Raise it from an environment that is gone through no fault of the policy: its conversation restarts.
+    """Raise it from an environment that is lost through no fault of the policy: its conversation restarts.
 
     Any other exception is a failure of the conversation: a restart after an error that an action has caused would
     repeat the conversation until the policy acts otherwise, which biases the samples.

@@ -8,7 +8,7 @@ RlhfError                    the user can fix it; the message names what is wron
   ContractError              a request's field and value
   BadMessages                messages that are not a conversation
   FunctionError              a user's function, class, loss or advantage, or an option of one
-  BadScore                   what a reward function or an environment returned
+  BadScore                   invalid result of a reward function or an environment
   EnvironmentFailed          a call of an environment
   TemplateError              a chat template that is unusable for conversations
     HistoryChanged           ... because it changes earlier messages

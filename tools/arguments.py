@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed `argv`, by default that of the process. Overrides may stand on both sides of options."""
+    """Return the parsed `argv` (default: the process's). Overrides may stand before and after options."""
     words = sys.argv[1:] if argv is None else argv
     files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
     is_complete = any(word.split("=")[0] in ("--config", "-h", "--help") for word in words)

@@ -121,7 +121,7 @@ def _files_to_copy(folder: Path, weights: list[Path]) -> list[Path]:
 
 
 def _unpickle(folder: Path, weights: list[Path], heads: list[Path]) -> None:
-    """Let `rlhf_triton.tools.unpickle` write the weights into `folder`, and print what it says."""
+    """Let `rlhf_triton.tools.unpickle` write the weights into `folder`, and print its messages."""
     files = [json.dumps([str(file.absolute()) for file in group]) for group in (weights, heads)]
     command = [
         interpreter(),

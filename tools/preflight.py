@@ -54,7 +54,7 @@ def settings(run: CheckedRun) -> Iterator[Finding]:
 
 
 def devices(run: CheckedRun) -> Iterator[Finding]:
-    """Check that torch can use the GPUs that the configuration names; for `serve`, those of the served models."""
+    """Check that torch can use the GPUs that the configuration names; for `serve`, only the served models' GPUs."""
     roles = run.config.served_sections if run.serves_only else ()
     yield from (failed("devices", problem) for problem in missing_gpus(run.config, *roles))
 
@@ -180,7 +180,7 @@ def rendering(run: CheckedRun) -> Iterator[Finding]:
 
 
 def ports(run: CheckedRun) -> Iterator[Finding]:
-    """Check that the server's ports are free, or are those of this run's server."""
+    """Check that the server's ports are free or belong to this run's server."""
     if is_running(run.config):
         yield Finding("ports", "used by this run's server")
         return

@@ -214,7 +214,7 @@ def tree_rss_bytes() -> int:
 def is_finished(config: RunConfig, *, accepts_changes: bool) -> bool:
     """Return whether the run has ended with its last step, report included, and its settings are unchanged.
 
-    Otherwise a start does what is left of it, such as a validation. Raises ConfigError as `find_changes`.
+    Otherwise a start finishes the run, for example its validation. Raises ConfigError as `find_changes`.
     """
     folder = config.run.dir
     last = last_step(folder)

@@ -95,7 +95,7 @@ def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
 async def _try_environment(environments: Environments, prompt: Prompt) -> None:
     """Reset an instance with the prompt, and let it answer a made-up reply if it has no tools.
 
-    Raises EnvironmentFailed if `reset` fails, or if `step` returns what no environment may, or has a defect; `step` may
+    Raises EnvironmentFailed if `reset` fails, or if `step` returns an invalid result, or has a defect; `step` may
     refuse this reply.
     """
     shown = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}

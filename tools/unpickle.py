@@ -1,7 +1,7 @@
 """The process that reads pickled weights for `rlhf-triton init models --convert`.
 
 Its memory is limited. Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors
-as safetensors. Prints JSON lines: what it does (`say`), and why it gave up (`error`).
+as safetensors. Prints JSON lines: progress (`say`), and the reason for giving up (`error`).
 """
 
 import json
@@ -27,7 +27,7 @@ SHARD_BYTES = 5_000_000_000
 SPARE_BYTES = 512 << 20  # for the process itself and for small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
 TRAINERS = re.compile(r"\w*(optimizer|sched|rng_state)\w*|rng|hyper_parameters|hparams\w*|loops|callbacks")
-"""Keys of the state of a training, which is no part of the model."""
+"""Keys of a training's state, which is not part of the model."""
 LOSS_SCALER = "growth_factor"  # key of the state of torch's GradScaler
 CONSTANTS = re.compile(r"(.*[._])?(mean|std|var|variance|scale|shift|offset|temperature)s?|.*(scaler|normali[sz])\w*")
 """Names of numbers that the scores may depend on."""
@@ -63,7 +63,7 @@ def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
     """Write the tensors of all files to `folder`: as `model.safetensors`, or as shards with an index.
 
     Args:
-        files: what the names of each file's tensors begin with here, by file.
+        files: the prefix of each file's tensor names in the result, by file.
 
     Raises:
         CheckpointError: a file holds anything but dense tensors, or two files have a tensor of one name.

@@ -47,7 +47,7 @@ class CriticReplay:
     def save(self, new: RunConfig) -> None:
         """Write the critic into the folder of a new run, so that its sidecar goes on from the same step.
 
-        Its version 0 is that of this run. The step counts as trained, as it would after a rewind to it.
+        Its version 0 is this run's. The step counts as trained, as it would after a rewind to it.
         """
         store = WeightsStore(new.run.weights_dir)
         trained = self._update.trained
@@ -72,7 +72,7 @@ class CriticReplay:
     def train(self, step: int, payload: TrainPayload) -> str:
         """Train on the payload of `step`; return the first difference from the run, "" if there is none.
 
-        What the run no longer has is not compared: the journal's entry, its result, or a checkpoint of the step.
+        The journal's entry, its result and the checkpoint of the step are compared only if the run still has them.
         """
         self._step = step
         entry = Entry(step, 0, "train")

@@ -159,7 +159,7 @@ class SidecarProgress:
             )
 
     def _log(self, step: int, version: int, line: dict[str, object], halved: int, memory: dict[str, int]) -> None:
-        """Write and export what every update has; `halved`: how often its micro-batches were halved."""
+        """Write and export the metrics of every update; `halved`: how often its micro-batches were halved."""
         self._exporter.show({"step": step, **memory})
         self._exporter.count("out_of_memory", halved)
         out_of_memory = {"out_of_memory/trainer.token_budget": halved}

@@ -161,7 +161,7 @@ class Publisher:
     def await_staging(self, manifest: Manifest, beat: Callable[[str], None]) -> None:
         """Wait until every live, serving instance has staged the version and reproduced the canary row's values.
 
-        This checks the forward pass of a version that several ranks have written, none of which has the whole critic.
+        This checks the forward pass of a version that several ranks wrote, each of which has only a part of the critic.
         With `reload: triton`, new instances check the version when they start instead.
 
         Raises:

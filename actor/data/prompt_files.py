@@ -109,7 +109,7 @@ def fingerprint(path: Path) -> str:
 
 
 def source_of(row: PromptRow) -> str:
-    """Return the name of the column that holds the prompt. Raises PromptError if there is none, or more than one."""
+    """Return the name of the column that holds the prompt. Raises PromptError unless there is exactly one."""
     sources = _sources(row)
     if not sources:
         raise PromptError(

@@ -37,7 +37,7 @@ class NewRow:
 
 @dataclass
 class SamplingJob:
-    """Prompts that are responded to with one seed: those of a step, or of a validation."""
+    """The prompts of a step or of a validation, which are sampled with one seed."""
 
     prompts: dict[int, Prompt]  # by index; prompts are removed when their conversations have ended
     finished: Finished  # called with the prompt's index and the conversation, as soon as the conversation has ended

@@ -364,7 +364,7 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         """Return (log-probs, entropies) as `token_logprobs`, for inputs from `placed`, without waiting for the device.
 
-        An entropy is that of the distribution that samples token t+1: None with `entropy: none`, differentiable only
+        An entropy belongs to the distribution that samples token t+1: None with `entropy: none`, differentiable only
         with `entropy: gradient`.
         """
         tokens, _, *positions = inputs[:4]

@@ -150,7 +150,7 @@ class Replay:
 
         Args:
             checkpoint: with the trained weights; None: as at the start of the run.
-            numbers: from `RunState.numbers`; default: those of the checkpoint, which is verified.
+            numbers: from `RunState.numbers`; default: the verified checkpoint's.
         """
         actor = config.actor
         torch.set_num_threads(actor.threads)

@@ -183,7 +183,7 @@ class Scorer:
         wanted = self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:
-            metadata, texts, pairs = await asyncio.to_thread(self._text_inputs, samples, group_size)
+            metadata, texts, pairs = await asyncio.to_thread(self.text_inputs, samples, group_size)
         options: dict[str, Any] = {}
         if self.reward.granularity is not None:
             wanted = (*wanted, STEP_REWARDS, STEP_ENDS)
@@ -199,7 +199,7 @@ class Scorer:
         values, answer = await asyncio.gather(self._request_values(versions, samples), rewards)
         return {**values, **answer}
 
-    def _text_inputs(
+    def text_inputs(
         self, samples: Sequence[RolloutRow], group_size: int
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return (metadata, sentences, second texts of pairs) of rows; None for texts that are not sent.

@@ -191,7 +191,7 @@ class RowReader:
 
     @staticmethod
     def _messages(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
-        """Return the messages in the metadata, or None. Raises ContractError if they are no valid message list."""
+        """Return the messages in the metadata, or None. Raises ContractError if they are not a valid message list."""
         try:
             return plain_messages(metadata[key]) if key in metadata else None
         except BadMessages as error:

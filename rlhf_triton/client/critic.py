@@ -70,7 +70,7 @@ class AsyncCriticClient(AsyncClient):
         """Connect to nothing yet.
 
         Args:
-            url: `host:port` of the server's HTTP port, or those of all servers, or `dns:name:port`.
+            url: the server's HTTP port as `host:port`, a list for several servers, or `dns:name:port`.
             run_id: the server's `run.run_id`, or the name of its `run.dir`.
             training_key: what `server.training_key_env` demands for `train`, `save` and `rewind`.
             settings: deadlines, retries and limits; `servers` is taken from `url`.
@@ -95,7 +95,7 @@ class AsyncCriticClient(AsyncClient):
             exact_version: the only version that may answer. Give one of the two, or neither.
 
         Raises:
-            ContractError: an empty row, or one that has not integers; a version that is no integer of at least 0.
+            ContractError: a row is empty or contains anything but integers; a version is not an integer of at least 0.
             RequestFailed: all attempts failed, no server serves the version, or the server refuses a row: too long, or
                 an id outside the vocabulary.
         """

@@ -85,7 +85,7 @@ class AsyncRewardClient(AsyncClient):
         """Connect to nothing yet.
 
         Args:
-            url: `host:port` of the server's HTTP port, or those of all servers, or `dns:name:port`.
+            url: the server's HTTP port as `host:port`, a list for several servers, or `dns:name:port`.
             settings: deadlines, retries and limits; `servers` is taken from `url`.
 
         Raises ContractError for an invalid address.

@@ -155,7 +155,7 @@ class RewardSource:
         """
         Args:
             patience_s: how long to wait for the first server to answer.
-            deadline_s: limit for the rewards of a row, retries included; None: that of the client's own retries.
+            deadline_s: limit for the rewards of a row, retries included; None: the limit of the client's own retries.
         """
         self._client = client
         self._patience_s = patience_s
@@ -165,7 +165,7 @@ class RewardSource:
     async def served(self) -> ServedModel:
         """Return what the servers declare; it is read again after a reconnection.
 
-        Raises RequestFailed if no server answers in time, there is no reward, or all serve another than is expected.
+        Raises RequestFailed if no server answers in time or none serves the expected reward.
         """
         deadline = asyncio.get_running_loop().time() + self._patience_s
         async with self._asking:

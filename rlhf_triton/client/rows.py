@@ -1,4 +1,4 @@
-"""Converts the caller's rows, and what belongs to each, to what is sent; errors name the row and the position."""
+"""Converts the caller's rows and their data to the tensors of a request; errors name the row and the position."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -14,7 +14,7 @@ def value_at(data: Any, key: str) -> Any:
 
 
 def with_value(data: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return nested dictionaries with the value of a dotted key. Raises ValueError if a part of it is no section."""
+    """Return nested dictionaries with the value of a dotted key. Raises ValueError if a part of it is not a section."""
     first, _, rest = key.partition(".")
     section = data.get(first)
     if rest and not isinstance(section, dict | None):

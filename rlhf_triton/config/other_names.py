@@ -359,7 +359,7 @@ def hint_at_value(section: str, value: Any, keys: Collection[str]) -> str:
 
 
 def hint_at_choice(value: Any, names: Collection[str]) -> str:
-    """Return the end of a message about a value that is none of `names`: the nearest one, or advice; "" if neither."""
+    """Return the end of a message about a value that is not in `names`: the nearest name, advice, or ""."""
     if not isinstance(value, str):
         return ""
     if advice := _ADVICE_ON.get(value):

@@ -129,7 +129,7 @@ def _check_keys(
 
 @functools.cache
 def _keys_in_source(*modules: str) -> set[str]:
-    """Return the keys of config.json that the source of these modules names, as some are no attribute of any class."""
+    """Return the keys of config.json that these modules' source names; some are not an attribute of any class."""
     text = "".join(inspect.getsource(sys.modules[name]) for name in modules)
     return {*re.findall(r"(?:config\.|config, \"|kwargs\.\w+\(\")(\w+)", text)}
 

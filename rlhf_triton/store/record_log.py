@@ -100,8 +100,8 @@ def read_records(
     """Yield the records of a step, in order.
 
     Args:
-        damaged: receives the error of each record without the content that was written, and of each file that is not of
-            this format, which are skipped; default: raise it.
+        damaged: receives the error of each record that is corrupt and of each file in another format, which are then
+            skipped; by default the error is raised.
 
     Raises:
         DamagedRecord, RlhfError: from `damaged`.

@@ -62,7 +62,7 @@ def write_phase(run_dir: Path, text: str) -> None:
 
 
 def read_phase(run_dir: Path) -> str:
-    """Return what `write_phase` wrote last; "" if there is nothing."""
+    """Return the phase that `write_phase` wrote last; "" if there is none."""
     path = run_dir / RUN_LOCK_FILE
     return path.read_text().partition(": ")[2] if path.is_file() else ""
 

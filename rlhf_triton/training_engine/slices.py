@@ -37,7 +37,7 @@ def write_slices(tensors: Mapping[str, Tensor], folder: Path, ranks: AnyRanks) -
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, ranks: AnyRanks) -> None:
-    """Fill `tensors`, sharded or not, with what any number of ranks wrote with `write_slices`; collective.
+    """Fill `tensors`, sharded or not, from the slices that any number of ranks wrote with `write_slices`; collective.
 
     Raises OSError on all ranks if one cannot read.
     """

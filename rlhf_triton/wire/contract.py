@@ -400,7 +400,7 @@ def decode(name: str, item: Any) -> str:
     try:
         return item.decode("utf-8") if isinstance(item, bytes) else str(item)
     except UnicodeDecodeError as error:
-        raise ContractError(f"{name}: not UTF-8: {error}") from error
+        raise ContractError(f"{name}: not UTF-8 ({error}); encode the text as UTF-8") from error
 
 
 def id_ranges(ids: Iterable[int]) -> str:

@@ -132,7 +132,7 @@ def text_of(content: Any) -> str | None:
 
 
 def without_nulls(value: Any, is_nested: bool = False) -> Any:
-    """Return the value without null-valued keys of objects, at any depth; those of nested objects are logged once."""
+    """Return the value without null-valued keys of objects, at any depth; nulls in nested objects are logged once."""
     if isinstance(value, list):
         return [without_nulls(inner, is_nested=True) for inner in value]
     if not isinstance(value, dict):

@@ -363,7 +363,7 @@ def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokeniz
     scorer = Scorer(None, tokenizer)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,))
     scorer.sends_sentences = True
-    (chat, text), sentences, _ = scorer._text_inputs(ends, 1)
+    (chat, text), sentences, _ = scorer.text_inputs(ends, 1)
     completion = [
         assistant("one"),
         user("2 left after one"),
@@ -764,6 +764,6 @@ def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(age
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
     scorer = Scorer(None, THOUGHTS)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,))
-    assert scorer._text_inputs([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
+    assert scorer.text_inputs([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
     said = talk(agents("Countdown", THOUGHTS), [text, text], tokenizer=THOUGHTS)[0]
     assert [message["content"] for message in said.messages] == [text, f"1 left after {text}", text]

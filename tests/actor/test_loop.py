@@ -99,8 +99,9 @@ class Server:
 
 def make_ppo(folder, checkpoints, server=None, **actor):
     config = make_run(folder, checkpoints, actor=actor).config
-    run = TrainingRun(config, server or Server())
-    run.critic._client.tokenizer = run.policy.tokenizer
+    server = server or Server()
+    run = TrainingRun(config, server)
+    server.tokenizer = run.policy.tokenizer
     return run
 
 
@@ -978,7 +979,7 @@ def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoin
 
 
 def test_stop_ends_a_wait_for_the_critics_update_or_rewind(tmp_path, checkpoints):
-    """While the last update is, and in the next start while the critic goes back, when nothing is done yet."""
+    """The run stops during the wait for the last update; its next start stops during the rewind."""
     run, again = (make_grpo(tmp_path, checkpoints, **PPO) for _ in range(2))
     awaited = []
 
@@ -1021,7 +1022,7 @@ LONG = [
     (Policy, "decode"),
     (Policy, "logprobs"),
     (PolicyUpdate, "run"),
-    (Scorer, "_text_inputs"),
+    (Scorer, "text_inputs"),
 ]
 
 

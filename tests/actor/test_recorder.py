@@ -1,5 +1,5 @@
-"""`actor.run.checkpoints`, `recorder`, `settings` and `metrics`: checkpoints to resume from and those still needed, the
-best policy, settings that may not change, and what Prometheus, files and trackers receive.
+"""`actor.run.checkpoints`, `recorder`, `settings` and `metrics`: resuming, pruning of checkpoints, the best policy,
+settings that may not change, and the metrics in Prometheus, files and trackers.
 """
 
 import asyncio

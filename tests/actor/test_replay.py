@@ -361,9 +361,10 @@ def test_fork_with_another_setting_differs_only_from_its_step_on(step, grpo, tmp
         options = ["--step", str(step), "--fork", str(folder), "actor.steps=3", "actor.optimizer.lr=1e-2"]
         assert main([str(grpo), *options, *change]) == 0
         assert capsys.readouterr().out.endswith(f"run.yaml continues with step {step}\n")
-        run = TrainingRun(config := load_config(folder / "run.yaml"), Server())
+        server = Server()
+        run = TrainingRun(config := load_config(folder / "run.yaml"), server)
         assert find_changes(config, accepted=False) == {}
-        run.critic._client.tokenizer = run.policy.tokenizer
+        server.tokenizer = run.policy.tokenizer
         go(run)
     runs = [read_jsonl(folder / "metrics.jsonl") for folder in (grpo, tmp_path / "same", tmp_path / "other")]
     old, same, other = ([line["train_optim/loss"] for line in lines] for lines in runs)

@@ -361,7 +361,7 @@ def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
     run_simulated(main())
 
 
-def test_several_ranks_start_the_next_step_once_nothing_waits_for_their_thread(inputs):
+def test_several_ranks_sample_ahead_only_after_the_rest_of_the_step(inputs):
     """Their decoding gives way to no other call."""
 
     async def main():

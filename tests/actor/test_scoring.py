@@ -100,7 +100,7 @@ async def test_row_or_group_is_sent_as_soon_as_it_has_ended(order, group_size, r
     starting = asyncio.Semaphore(16)
     ended = [loop.create_future() for _ in order]
     parts = [ended[i : i + group_size] for i in range(0, len(ended), group_size)]
-    groups = [GroupInFlight(asked, None, starting, part) for part in parts]  # type: ignore[arg-type]
+    groups = [GroupInFlight(asked, None, starting, part) for part in parts]
     for group in groups:
         group.versions.set_result(VERSIONS)
     for index in order:
@@ -389,7 +389,7 @@ async def test_group_that_mixes_reward_versions_is_scored_again(answers, version
     ended = [loop.create_future() for _ in range(2)]
     for i, each in enumerate(ended):
         each.set_result((a_sample([i] * 3),))
-    group = GroupInFlight(scorer, None, asyncio.Semaphore(16), ended)  # type: ignore[arg-type]
+    group = GroupInFlight(scorer, None, asyncio.Semaphore(16), ended)
     group.versions.set_result(VERSIONS)
     rows = [row for (row,) in await group.scored]
     assert not scorer.left
@@ -452,7 +452,7 @@ def answered(prompt, reply):
 
 
 def test_tool_calls_of_the_last_reply_are_rendered(tmp_path):
-    """An agent's last message may have some beside its content, as clients of the OpenAI API write them."""
+    """An agent's last message may have tool calls beside its content, as clients of the OpenAI API write them."""
     calls = "{% for c in m.tool_calls or [] %}({{ c.name }}){% endfor %}"
     template = f"{{% for m in messages %}}{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
     theirs = with_thoughts("qwen2", chat_template=template)
@@ -553,7 +553,7 @@ def ids_of_line(folder, line, max_length=None, **settings):
     return read_pairs(section, model).chosen[0].tokens.tolist()
 
 
-def test_reward_model_receives_the_response_of_a_text_beside_the_text():
+def test_reward_model_receives_the_response_of_a_text_as_metadata():
     assert row_metadata(ServedModel(), row_of({"text": "Open it."}), " A day.", 0) == {"response": " A day."}
 
 

@@ -411,7 +411,7 @@ def send_during(journal, step, meanwhile):
         meanwhile()
         return accepting(sender)
 
-    sending._accepting = late  # type: ignore[method-assign]
+    sending._accepting = late
     return sending.accept_training(payload(), run_id="run", step=step)
 
 

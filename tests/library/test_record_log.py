@@ -61,7 +61,7 @@ def test_appended_records_are_read_in_order_until_their_step_is_removed(tmp_path
     assert read_numbers(tmp_path, 1, 2, 3) == [12, 13, 15]
 
 
-def test_files_that_a_crash_has_left_unfinished_count_for_nothing(tmp_path):
+def test_files_left_unfinished_by_a_crash_are_ignored(tmp_path):
     write(tmp_path, 1, 1)
     (tmp_path / "1" / ".unfinished.tmp").write_bytes(b"RLHF")
     (tmp_path / "2").mkdir()

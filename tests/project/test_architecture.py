@@ -3,6 +3,7 @@
 import ast
 import builtins
 import collections
+import configparser
 import os
 import re
 import shutil
@@ -21,38 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LINKED = ("python_backend", "trainer", "actor", "tools")  # parts of the package that lie beside it
 PACKAGES = ("rlhf_triton", *LINKED, "benchmarks", "examples")
 MOST_LINES = {"actor/loop.py": 220, "trainer/sidecar.py": 200, "README.md": 130}
-# Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
-WITHOUT_TORCH = [
-    "rlhf_triton.models.batching",
-    "rlhf_triton.python_backend.serving.critic_save",
-    "rlhf_triton.python_backend.serving.critic_train",
-    "rlhf_triton.python_backend.serving.function_reward",
-    "rlhf_triton.rewards.worker",
-    "rlhf_triton.python_backend.serving.reward_mixture",
-    "rlhf_triton.rewards.judge",
-    "rlhf_triton.actor.environments.openenv",
-    "rlhf_triton.actor.environments.worker",
-    "rlhf_triton.process",
-    "rlhf_triton.workers.pool",
-    "rlhf_triton.python_backend.serving.scheduling",
-    "rlhf_triton.python_backend.serving.requests",
-    "rlhf_triton.python_backend.serving.reward_reader",
-    "rlhf_triton.trainer.__main__",
+# Besides those of .importlinter, modules that import torch only in a function, because it costs seconds.
+TORCH_WHEN_NEEDED = [
     "rlhf_triton.actor.__main__",
-    "rlhf_triton.client.client",
-    "rlhf_triton.client.critic",
-    "rlhf_triton.client.reward",
-    "rlhf_triton.tools.__main__",
-    "rlhf_triton.tools.api.runs",
-    "rlhf_triton.tools.api.services",
-    "benchmarks.scoring",
+    "rlhf_triton.trainer.__main__",
     "benchmarks.reload",
-    "rlhf_triton.tools.gateway.app",
-    "rlhf_triton.tools.gateway.command",
-    "rlhf_triton.tools.init_models",
-    "rlhf_triton.tools.render_configs",
-    "rlhf_triton.tools.run",
-    "rlhf_triton.tools.serve",
+    "benchmarks.scoring",
     "examples.demo.prepare",
 ]
 HEAVY = {"pydantic", "safetensors", "torch", "transformers", "tritonclient", "yaml"}
@@ -99,9 +74,20 @@ def imported_after(modules, tmp_path):
     return {name: set(loaded) for name, *loaded in lines}
 
 
+def modules_without_torch():
+    """Return the modules of .importlinter's contract `no-torch`, and those of its packages."""
+    linter = configparser.ConfigParser()
+    linter.read(ROOT / ".importlinter")
+    for name in linter["importlinter:contract:no-torch"]["source_modules"].split():
+        folder = ROOT / name.replace(".", "/")
+        paths = folder.rglob("*.py") if folder.is_dir() else [folder.with_suffix(".py")]
+        yield from (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths)
+
+
 def test_modules_that_do_not_compute_never_import_torch(tmp_path):
-    loaded = imported_after(WITHOUT_TORCH, tmp_path)
-    assert set(loaded) == set(WITHOUT_TORCH)
+    names = [*modules_without_torch(), *TORCH_WHEN_NEEDED]
+    loaded = imported_after(names, tmp_path)
+    assert set(loaded) == set(names)
     guilty = [name for name, packages in loaded.items() if packages & {"torch", "transformers"}]
     assert not guilty[:1], f"{guilty[:1]} imports torch or transformers"
     contract = imported_after(NUMPY_ALONE, tmp_path)[NUMPY_ALONE[-1]]

@@ -47,7 +47,7 @@ MODULES = {
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
 KNOWN_KEYS = {*keys_of(RunConfig, ""), "rewards.<name>", *keys_of(RewardTerm, "rewards.<name>.")}
-FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock", ".md", ".html")
+FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock", ".md", ".html", ".safetensors")
 RECIPE_FILES = {
     name
     for page in PAGES
@@ -196,6 +196,30 @@ def test_documented_keys_paths_and_links_exist(page):
         used -= {f"run.{name}" for name in dir(rt.Run)}
         used -= {f"server.{name}" for name in (*dir(rt.Services), *rt.Services.__annotations__)}
     assert {key for key in used if not key.endswith(FILE_ENDINGS)} <= KNOWN_KEYS
+
+
+def test_docstrings_refer_to_existing_keys_and_names():
+    """A reference is a key of the configuration, `module`, or `module.name`; the module may have its folders."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    words = {path.relative_to(ROOT): set(re.findall(r"\w+", path.read_text())) for path in files}
+    stems = {path.stem for path in words}
+    wrong = []
+    for path in words:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+                continue
+            for span in re.findall(r"`([a-z]\w*(?:\.\w+)+)`", str(node.value.value)):
+                *folders, module, name = span.split(".")
+                if span in KNOWN_KEYS or span.endswith(FILE_ENDINGS) or module not in stems:
+                    continue
+                if span.startswith("model."):  # a tensor or an attribute of a torch model
+                    continue
+                end = "/".join(["", *folders, module])
+                homes = [home for home in words if f"/{home.with_suffix('')}".endswith(end)]
+                is_module = any(f"{end}/{name}/" in f"/{home.with_suffix('')}/" for home in words)
+                if not is_module and not any(name in words[home] for home in homes):
+                    wrong.append(f"{path}:{node.lineno}: {span}")
+    assert wrong == []
 
 
 def anchors(page):

@@ -93,7 +93,7 @@ def stopping(base_url: str, task: dict[str, Any], stop: str) -> None:
 
 
 def idle(base_url: str, task: dict[str, Any]) -> float:
-    """Call nothing."""
+    """Return a reward without calling the policy."""
     return 1.0
 
 

@@ -180,7 +180,7 @@ class DisturbedSystem:
             return []
 
     def await_end(self, ranks: Sequence[psutil.Process]) -> float:
-        """Wait until these processes have ended; return the seconds, and complain if they are more than GONE_S."""
+        """Wait until these processes have ended, at most GONE_S, which counts as a failure; return the seconds."""
         start = time.monotonic()
         while any(map(is_alive, ranks)):
             if time.monotonic() - start > GONE_S:

@@ -11,7 +11,7 @@ def advance(seconds: float) -> None:
     """Let the loop's clock jump: what waits for a time up to then comes due in the loop's next turn."""
     loop = asyncio.get_running_loop()
     before = loop.time
-    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
+    loop.time = lambda: before() + seconds
 
 
 async def hurried(call: Coroutine[Any, Any, T]) -> T:

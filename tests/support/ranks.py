@@ -82,7 +82,7 @@ def _outcome(process: BaseProcess, connection: Connection) -> tuple[Any, str | N
     if not connection.poll(TIMEOUT_S):
         return None, f"no result within {TIMEOUT_S} s"
     try:
-        return connection.recv()  # type: ignore[no-any-return]
+        return connection.recv()
     except EOFError:
         process.join(timeout=120)
         return None, f"died with exit code {process.exitcode}"

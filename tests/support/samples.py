@@ -81,7 +81,7 @@ def method_of(*, whitens: bool = True, **settings: Any) -> Method:
 
 
 def advantage_inputs(rewards: Tensor, groups: Tensor, mask: Tensor, **more: Any) -> AdvantageInputs:
-    """The inputs of rewards [N] and a mask [N, S-1]: every response has ended and counts, unless `more` says else."""
+    """Return inputs with these rewards [N] and mask [N, S-1]; by default all responses have ended and count."""
     zeros = torch.zeros_like(mask)
     yes = torch.ones(len(mask), dtype=torch.bool)
     usual = {"penalty": zeros, "values": zeros, "scored": yes, "ended": yes, "counted": yes}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class _Jump(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class _Jump(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
@@ -21,6 +21,6 @@ def run_simulated(main: Coroutine[Any, Any, T]) -> T:
     """Return the result of `main`; `asyncio.get_running_loop().time()` is the simulated time, from 0."""
     selector = _Jump()
     loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    loop.time = lambda: selector.now
     with contextlib.closing(loop):
         return loop.run_until_complete(main)

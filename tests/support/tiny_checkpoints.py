@@ -53,7 +53,7 @@ MORE_CONFIGS = {
     "gpt-neox": _SIZES,
 }
 _MIXTURE = {**_SIZES, "eos_token_id": 1, "bos_token_id": None, "num_experts_per_tok": 2}
-MIXTURES = {  # in memory a tensor per layer for all experts; in most families' files one per expert
+MIXTURES = {  # mixtures of experts: in memory one tensor per layer for all experts, in most files one per expert
     "mixtral": {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1},
     "qwen2-moe": {
         **_MIXTURE,

@@ -147,7 +147,7 @@ def test_publish_refuses_a_poisoned_reward_version(run, capsys, kind):
         assert "accuracy" not in capsys.readouterr().out
 
 
-def test_publish_compares_with_no_damaged_version(run, capsys):
+def test_publish_refuses_to_compare_with_a_damaged_version(run, capsys):
     """A worse checkpoint would pass the gate."""
     flip(run.store.folder(0) / "model.safetensors")
     assert run.tool("publish", str(changed(run, better))) == 2

@@ -124,7 +124,7 @@ class Run:
     """A run, in progress or ended, read from its folder. `train` returns one; `Run(folder)` opens it again."""
 
     def __init__(self, path: FolderPath) -> None:
-        """Raises RlhfError if the folder is not that of a run."""
+        """Raises RlhfError if the folder is not a run's."""
         self.path = Path(path).expanduser().absolute()
         self._folder()
 

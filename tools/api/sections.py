@@ -62,7 +62,7 @@ class Sections:
     def set_model(self, key: str, model: str | os.PathLike[str] | None) -> None:
         """Set the folder of a model, which is downloaded if `model` is `organization/name` and there is no such folder.
 
-        Raises RlhfError if it cannot be downloaded, or is no path. None: do nothing, as in the other methods.
+        Raises RlhfError if it cannot be downloaded, or is not a path. None: do nothing, as in the other methods.
         """
         if model is None:
             return
@@ -104,7 +104,7 @@ class Sections:
     def set_prompts(self, key: str, prompts: Any, *, name: str) -> None:
         """Set prompts to a file, or write rows into one: a data set, texts, chats, or dictionaries.
 
-        `name`: the argument, for messages. Raises RlhfError for a row that is no prompt or that JSON cannot express.
+        `name`: the argument, for messages. Raises RlhfError for a row that is not a prompt or not valid JSON.
         """
         if prompts is None:
             return

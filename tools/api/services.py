@@ -68,7 +68,7 @@ class Services:
     url: str
     """`host:port` of the server's HTTP port."""
     log_path: Path
-    """The server's log; that of the sidecar, `sidecar.log`, is beside it."""
+    """The server's log; the sidecar's, `sidecar.log`, is beside it."""
 
     def __init__(self, config_path: Path) -> None:
         """Start the processes. Raises RlhfError if one fails; none is then left running."""
@@ -116,7 +116,7 @@ class Services:
         )
 
     def stop(self) -> None:
-        """Stop the processes: the sidecar, which writes a checkpoint, then the server, which answers what it has."""
+        """Stop the processes: the sidecar, which writes a checkpoint, then the server, which drains first."""
         for name in ("reward", "critic"):
             if name in vars(self):
                 vars(self).pop(name).close()

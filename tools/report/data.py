@@ -90,7 +90,7 @@ class RunRecord:
 
     @cached_property
     def reward_gain(self) -> Gain | None:
-        """The gain in reward over the pairs that have both rewards; None if there is no such pair."""
+        """The gain in reward over the pairs that have both rewards; None without such pairs."""
         scored = rewarded(self.pairs)
         return Gain.of(scored) if scored else None
 

@@ -17,11 +17,11 @@ class ReportSection:
     table: Sequence[Sequence[Any]] = ()
     """Rows of cells, the first of which is the head; numbers are rounded and aligned to the right."""
     pictures: Mapping[str, Callable[[Any, Any], None]] = field(default_factory=dict)
-    """{caption: function of matplotlib's axes and the run, which draws}; shown among the curves."""
+    """{caption: function that draws on matplotlib's axes, given these and the run}; shown among the curves."""
     results: Sequence[str] = ()
     """Sentences for the list at the top of the page."""
     cards: Sequence[tuple[str, str, str]] = ()
-    """(name, value, note) of cards at the top of the page."""
+    """Cards at the top of the page, (name, value, note) each."""
     figures: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     """{name: (value, sentence)}: figures for summary.json and the page's table of numbers."""
 

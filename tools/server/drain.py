@@ -48,7 +48,7 @@ def drain(url: str, key: str, timeout_s: float, has_stub: Callable[[], bool], gi
     Args:
         key: the key for model control.
         has_stub: returns whether the server has a process of any model; none for a second ends the wait, because Triton
-            never answers what a process had taken over when it died.
+            never answers the requests of a process that died.
         give_up: checked while waiting; True ends the wait.
 
     Returns:

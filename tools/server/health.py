@@ -347,7 +347,7 @@ def read_metrics(url: str) -> Iterator[tuple[str, str, float]]:
 def count_failures(url: str, models: Collection[str]) -> int:
     """Return how many requests failed by the metrics at `host:port`: in Triton, or with an error of a model.
 
-    A 503 is no failure: the client repeats the request, and counts it if it fails for good.
+    A 503 is not a failure: the client repeats the request, and counts it if all attempts fail.
 
     Args:
         models: the models but ensembles: for an ensemble, Triton counts two failures more, also for a 503.

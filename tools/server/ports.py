@@ -59,7 +59,7 @@ def check_ports(section: ServerSection) -> None:
     for key in PORT_KEYS:
         port = getattr(section, key)
         if port in keys:
-            raise ServerStartError(f"server.{keys[port]} and server.{key} are both {port}: they must differ")
+            raise ServerStartError(f"server.{keys[port]} and server.{key} are both {port}; set one to another port")
         keys[port] = key
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as tritonserver does

@@ -281,7 +281,7 @@ async def test_servers_other_than_triton_are_named_in_a_sentence(status, body, m
 
 
 @pytest.mark.parametrize("host", ["256.0.0.1", "127.1"])
-async def test_an_address_that_is_none_is_not_waited_for(host):
+async def test_invalid_addresses_are_refused_without_waiting(host):
     async with TritonClient(f"{host}:80", ClientSection()) as client:
         with pytest.raises(RequestRefused, match=f"^reward_model at {host}:80 cannot be reached: .*IPv4"):
             await client.rewards(ROWS)

@@ -45,12 +45,12 @@ def recorded_launches() -> Iterator[LaunchRecord]:
 
     names |= {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id is not None}
     record = LaunchRecord()
-    threading.Thread.run = named  # type: ignore[method-assign]
+    threading.Thread.run = named
     simcuda.record_launches(True)
     try:
         yield record
     finally:
-        threading.Thread.run = run  # type: ignore[method-assign]
+        threading.Thread.run = run
         simcuda.record_launches(False)
         for (thread_id, current, gpu), kernels in simcuda.launches().items():
             record.launches.append(
