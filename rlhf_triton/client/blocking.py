@@ -33,8 +33,6 @@ class AsyncClient(AbstractAsyncContextManager[Any]):
     ) -> None:
         if not isinstance(settings, ClientSection | None):
             raise ContractError(f"settings: {settings!r:.80}, must be a rlhf_triton.ClientSection")
-        if not isinstance(training_key, str | None) or not (training_key or "").isprintable():
-            raise ContractError("training_key: must be a text of one line, without its line end")  # not shown: a secret
         try:
             servers = (url,) if isinstance(url, str) else tuple(url)
             settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})

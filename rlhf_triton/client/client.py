@@ -64,7 +64,11 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
                 Default: the parameters in the first answer to `describe`; requests then wait for a server that has the
                 same.
+
+        Raises ContractError if the training key cannot be sent.
         """
+        if not isinstance(training_key, str | None) or not (training_key or "").isprintable():  # not shown: a secret
+            raise contract.ContractError("training_key: must be a text of one line, without its line end")
         self.counters = RequestCounters()
         self.declared: dict[str, ServedModel] = {}
         """The latest declaration of each model for which `describe` was called."""
