@@ -30,15 +30,16 @@ class RowTemplate:
 
     def render(self, index: int, sentence: str, metadata: dict[str, Any]) -> str:
         """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
-        columns = {
-            name: value for name, value in metadata.items() if value is not None
-        }  # null: the row does not have the column
-        variables = {"text": sentence, "metadata": columns, "response": columns.get(RESPONSE_KEY, sentence)}
-        prompt = Sample(sentence, metadata=columns).prompt
-        more = {"prompt": prompt, "messages": columns.get(MESSAGES)}
-        variables |= {name: value for name, value in more.items() if value is not None}
+        columns = _without_nulls(metadata)
+        variables = {
+            "text": sentence,
+            "metadata": columns,
+            "response": columns.get(RESPONSE_KEY, sentence),
+            "prompt": Sample(sentence, metadata=columns).prompt,
+            "messages": columns.get(MESSAGES),
+        }
         try:
-            text = self._template.render(variables)
+            text = self._template.render(_without_nulls(variables))
             text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
         except Exception as error:  # the template is the user's own code and may raise any exception
             raise ContractError(
@@ -47,3 +48,8 @@ class RowTemplate:
         if not text.strip():
             raise ContractError(f"{METADATA}[{index}]: reward.template gives an empty text for {sentence[:80]!r}")
         return text
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that are not None, which stands for a missing column."""
+    return {name: value for name, value in values.items() if value is not None}

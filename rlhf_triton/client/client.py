@@ -215,8 +215,6 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         writes: bool = False,
         versions: contract.VersionRange | None = None,
     ) -> Arrays:
-        if contract.TOKENS in arrays:
-            arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(np.int64, copy=False)}
         s = self._settings
         attempts = Attempts(
             model,

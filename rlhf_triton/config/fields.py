@@ -117,7 +117,8 @@ class Section(BaseModel):
         kinds = _kinds(cls.model_fields[info.field_name].annotation)
         values = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
         if any(isinstance(each, bool) for each in values) and kinds & {int, float} and bool not in kinds:
-            raise ValueError("must be a number, not true or false")
+            hint = "; YAML reads yes and no as these, so write them in quotes" if str in kinds else ""
+            raise ValueError(f"must be a number, not true or false{hint}")
         return value
 
     @field_validator("*")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat
 
 from rlhf_triton.config.fields import Count, Section
 from rlhf_triton.errors import reason_of
@@ -116,16 +116,6 @@ class LogitSection(Section):
     against: TokenNames = Field(default=[])
     """Tokens that count against the response: the score is log p(tokens) - log p(against). Default: none; the score is
     the logit of `tokens`."""
-
-    @field_validator("tokens", "against", mode="before")
-    @classmethod
-    def _no_booleans(cls, names: Any) -> Any:
-        wrong = next((name for name in names if isinstance(name, bool)), None) if isinstance(names, list) else None
-        if wrong is not None:  # would be the token id 1 or 0
-            raise ValueError(
-                f"{wrong} is not a token; YAML reads yes and no as true and false, so write them in quotes"
-            )
-        return names
 
 
 class ProcessSection(Section):

@@ -339,7 +339,10 @@ def test_yaml_files_in_configs_are_valid(path):
             "rewards: {length: {function: 'a:b', timeout_s: 90}}",
             "rewards.length.timeout_s (90) must be below actor.client.deadl",
         ),
-        ("reward: {logit: {tokens: [yes]}}", "reward.logit.tokens: True is not a token; "),
+        (
+            "reward: {logit: {tokens: [yes]}}",
+            "reward.logit.tokens: must be a number, not true or false; YAML reads yes and no as",
+        ),
         ("a: [", "my.yaml is not valid YAML"),
         (b"\xff\xfe", "my.yaml is not valid YAML"),
     ],
