@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf_triton.store.control_key import TRAINING_VARIABLE, closing_arguments, key_in
@@ -29,7 +30,6 @@ SERVER_ARGUMENTS = (
     "--allow-sagemaker=false",
     "--allow-vertex-ai=false",
 )
-"""Arguments of every tritonserver that the project starts, in the image or outside."""
 _NO_KEY = re.compile(r'(key: "training_key_sha256" value \{ string_value: )""')
 _STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
 
@@ -69,17 +69,23 @@ def weights_dir(repository: Path) -> Path:
 
 def tritonserver_command(repository: Path, *, key: str, address: str, control_address: str) -> list[str]:
     """Return the command line. Model control requires `key` and works over gRPC, which listens on `control_address`."""
+    ports = {"http": (address, 8000), "grpc": (control_address, 8001), "metrics": (address, 8002)}
+    arguments = server_arguments(repository, key, EXIT_TIMEOUT_S, ports)
+    return ["tritonserver", *arguments, f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"]
+
+
+def server_arguments(
+    repository: Path, key: str, exit_timeout_s: int, ports: Mapping[str, tuple[str, int]]
+) -> list[str]:
+    """Return the arguments of every tritonserver that the project starts, in the image or outside.
+
+    `ports`: address and port of `http`, `grpc` and `metrics`.
+    """
     return [
-        "tritonserver",
         f"--model-repository={repository}",
         *SERVER_ARGUMENTS,
-        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        f"--http-address={address}",
-        "--http-port=8000",
-        f"--metrics-address={address}",
-        "--metrics-port=8002",
-        f"--grpc-address={control_address}",
-        "--grpc-port=8001",
-        f"{BODY_LIMIT}={LARGEST_BODY_BYTES}",
+        f"--exit-timeout-secs={exit_timeout_s}",
+        *(f"--{name}-address={address}" for name, (address, _) in ports.items()),
+        *(f"--{name}-port={port}" for name, (_, port) in ports.items()),
         *closing_arguments(key),
     ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from rlhf_triton.tools.server.child import restart_pause_s
+from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.server_log import Log, set_aside_if_large
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
@@ -29,19 +30,6 @@ class SupervisedServer(Protocol):
         """Stop it, and remove its leftovers."""
 
 
-class ServerWatch(Protocol):
-    """Watches a running server."""
-
-    restart_reason: str | None
-    """Why the server must be restarted."""
-
-    def start(self) -> None:
-        """Start watching."""
-
-    def stop(self) -> None:
-        """Stop watching."""
-
-
 S = TypeVar("S", bound=SupervisedServer)
 
 
@@ -54,7 +42,7 @@ class Supervisor(Generic[S]):
         *,
         log: Log,
         name: str = "the server",
-        watch: Callable[[S, Log], ServerWatch] | None = None,
+        watch: Callable[[S, Log], ServerHealth] | None = None,
         lock: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Start the server.
@@ -63,7 +51,7 @@ class Supervisor(Generic[S]):
             start: starts a server and returns it once it is ready; also for each restart.
             log: receives a line for each event.
             name: of the server, in these lines.
-            watch: makes what watches a started server, such as `ServerHealth`.
+            watch: makes the health checks of a started server.
             lock: of the server's folder, held until `stop`; see `only_server`.
 
         Raises:
@@ -74,7 +62,7 @@ class Supervisor(Generic[S]):
         self._log = log
         self._name = name
         self._make_watch = watch
-        self._watch: ServerWatch | None = None
+        self._watch: ServerHealth | None = None
         self._short_lives = 0
         self._start_at: float | None = None  # None while the server runs
         self.failed_starts = 0

@@ -21,12 +21,12 @@ from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.errors import UNREADABLE
 from rlhf_triton.config import RunConfig, ServerSection
 from rlhf_triton.path_alias import plain_alias, special_prefix
-from rlhf_triton.store.control_key import KEY_FILE, VARIABLE, closing_arguments, key_in
+from rlhf_triton.store.control_key import KEY_FILE, VARIABLE, key_in
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.server.child import Child, WaitCheck
-from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
+from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, server_arguments
 from rlhf_triton.tools.server.drain import DRAIN_S, drain
-from rlhf_triton.tools.server.ports import bind_address, check_ports, is_open, release_ports, with_free_ports
+from rlhf_triton.tools.server.ports import PORT_KEYS, bind_address, check_ports, is_open, release_ports, with_free_ports
 from rlhf_triton.tools.server.server_log import Log, poll_failure, relay_lines, stub_failure
 from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
 from rlhf_triton.tools.server.triton_home import (
@@ -380,20 +380,12 @@ def server_command(
 ) -> list[str]:
     """Return the command line of a server of all models in `repository`; see `TritonServer`."""
     address = bind_address(section.host)
+    ports = {key.removesuffix("_port"): (address, getattr(section, key)) for key in PORT_KEYS}
     return [
         str(home.binary),
-        f"--model-repository={repository}",
         f"--backend-directory={backends}",
-        *SERVER_ARGUMENTS,
-        f"--exit-timeout-secs={exit_timeout_s}",
-        f"--http-address={address}",
-        f"--http-port={section.http_port}",
-        f"--grpc-address={address}",
-        f"--grpc-port={section.grpc_port}",
-        f"--metrics-address={address}",
-        f"--metrics-port={section.metrics_port}",
+        *server_arguments(repository, key, exit_timeout_s, ports),
         *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
-        *closing_arguments(key),
         *(tracing_arguments(trace_endpoint) if trace_endpoint else ()),
     ]
 
