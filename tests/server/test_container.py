@@ -245,9 +245,6 @@ def test_healthcheck_fails_if_a_model_is_behind_current_or_fails(
     repository = rendered(tmp_path / "repository", **sections)
 
     def answer(where, timeout):
-        if isinstance(where, str):
-            types = (("tokens", "INT64"), ("sequence_lengths", "INT64"))
-            return io.BytesIO(json.dumps({"inputs": [{"name": n, "datatype": d} for n, d in types]}).encode())
         if refusal and not where.full_url.endswith("/critic/infer"):
             body = io.BytesIO(json.dumps({"error": refusal}).encode())
             raise urllib.error.HTTPError(where.full_url, 400, "Bad Request", Message(), body)

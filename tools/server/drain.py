@@ -63,7 +63,7 @@ def drain(url: str, key: str, timeout_s: float, has_stub: Callable[[], bool], gi
     deadline = last_alive + timeout_s
     loading: set[str] = set()
     while loaded := {model: state for model, state in _loaded(url, key).items() if model not in loading}:
-        for model in sorted(loaded, key=unload_order):
+        for model in sorted(loaded, key=lambda model: model not in ENSEMBLES):  # before their models
             if loaded[model] == "READY":  # at first; later only if a publish has loaded it again
                 try:
                     _post(url, key, f"models/{model}/unload")
@@ -76,11 +76,6 @@ def drain(url: str, key: str, timeout_s: float, has_stub: Callable[[], bool], gi
             return False
         time.sleep(POLL_INTERVAL_S)
     return not loading
-
-
-def unload_order(model: str) -> tuple[bool, str]:
-    """Return the key by which models are sorted to unload ensembles before their models."""
-    return model not in ENSEMBLES, model
 
 
 def _loaded(url: str, key: str) -> dict[str, str]:

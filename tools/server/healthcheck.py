@@ -84,11 +84,9 @@ def infer(model_url: str, timeout_s: float) -> dict[str, Any]:
 
     A reward model that such a row cannot be sent to refuses it, which proves that it is alive; returns {} then.
     """
-    with LOCAL.open(model_url, timeout=timeout_s) as answer:
-        types = {tensor["name"]: tensor["datatype"] for tensor in json.load(answer)["inputs"]}
     inputs = [
-        {"name": TOKENS, "datatype": types[TOKENS], "shape": [1, 2], "data": [0, 0]},
-        {"name": SEQUENCE_LENGTHS, "datatype": types[SEQUENCE_LENGTHS], "shape": [1, 1], "data": [2]},
+        {"name": TOKENS, "datatype": "INT64", "shape": [1, 2], "data": [0, 0]},
+        {"name": SEQUENCE_LENGTHS, "datatype": "INT64", "shape": [1, 1], "data": [2]},
     ]
     request = urllib.request.Request(
         f"{model_url}/infer", json.dumps({"inputs": inputs}).encode(), headers={PROBE_HEADER: "1"}
