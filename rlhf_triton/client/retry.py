@@ -97,18 +97,14 @@ class Attempts:
     is_over_budget: bool = False
     _num_attempts: int = 0  # attempts that reached a server
     _pauses: int = 0
-    _busy_since: float = 0.0
-    _unserved_since: float | None = None
-    _unreached_since: float | None = None
+    _began: dict[str, float] = field(default_factory=dict)  # trouble -> when the request met it first
 
     def record_failover(self, failure: AttemptFailed, url: str) -> None:
         """Record a retry without a pause, after a server was lost. Raises RequestFailed if no retry is left."""
         if not failure.kind.is_refusal:
             self._count_attempt(failure, url)
-            self._unreached_since = None
-        elif self._unreached_since is None:
-            self._unreached_since = time.monotonic()
-        elif time.monotonic() - self._unreached_since > self.settings.max_outage_s:
+            self._began.pop("unreached", None)
+        elif self._lasted_s("unreached") > self.settings.max_outage_s:
             # Servers that pass the probe but refuse this request never trigger the pool's `max_outage_s`.
             raise self._failure(failure, url) from failure.__cause__
         self.retried += 1
@@ -118,9 +114,7 @@ class Attempts:
 
         Raises RequestFailed after `deadline_s`.
         """
-        now = time.monotonic()
-        self._unserved_since = self._unserved_since or now
-        left_s = self._unserved_since + self.settings.deadline_s - now
+        left_s = self.settings.deadline_s - self._lasted_s("unserved")
         if left_s <= 0:
             raise self._failure(failure, url) from failure.__cause__
         self.outdated.add(url)
@@ -150,9 +144,13 @@ class Attempts:
         if failure.kind is not ErrorKind.BUSY or not self.outlast_s:
             return False
         if not self._pauses:
-            self._busy_since = time.monotonic()
             logger.warning("%s; retrying for up to %g s", failure.sentence(self.model, url, 1), self.outlast_s)
-        return time.monotonic() - self._busy_since < self.outlast_s
+        return self._lasted_s("busy") < self.outlast_s
+
+    def _lasted_s(self, trouble: str) -> float:
+        """Return for how long the request has met this trouble; 0 the first time."""
+        now = time.monotonic()
+        return now - self._began.setdefault(trouble, now)
 
     def _count_attempt(self, failure: AttemptFailed, url: str) -> None:
         self._num_attempts += 1

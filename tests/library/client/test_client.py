@@ -207,7 +207,7 @@ async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatc
         await train(client, 1)
         with pytest.raises(RequestFailed, match="no room"):
             await train(client, 2)
-        assert len(server.asked) == 1 + 10 + 6, "repeated more often than retries allows"
+        assert len(server.asked) == 1 + 11 + 6, "repeated more often than retries allows"
 
 
 async def test_request_in_the_journal_has_no_result_yet():
