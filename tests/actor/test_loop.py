@@ -792,7 +792,7 @@ def test_run_stops_if_only_groups_that_were_replaced_have_rewards(tmp_path, chec
     calls = itertools.count()
     server = Server(lambda _: 1.0 if next(calls) < 4 else math.nan)
     settings = {**SHORT, "max_resampled": 1, "max_failed_fraction": 0.6}
-    with pytest.raises(RlhfError, match="4 of 8 rewards are unavailable .* and the policy needs at least one"):
+    with pytest.raises(RlhfError, match=r"4 of 8 rewards are unavailable .* and the policy needs at least one"):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
