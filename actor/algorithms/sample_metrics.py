@@ -109,7 +109,7 @@ def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
 
 def _components(ends: Sequence[RolloutRow]) -> dict[str, list[float]]:
-    """Return the values of each term of the reward; NaN where it, or its request, failed, or it does not apply."""
+    """Return the values of each term of the reward, NaN where it or its request failed, or it does not apply."""
     names = dict.fromkeys(name for end in ends for name in end.score.components)
     return {name: [end.score.components.get(name, np.nan) for end in ends] for name in names}
 

@@ -775,6 +775,19 @@ def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
         go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
+def test_failures_of_groups_that_were_replaced_count(tmp_path, checkpoints):
+    """Only the first of two prompts has rewards: half are missing, which is allowed, then two thirds."""
+    seen = []
+
+    def reward(text):
+        seen.append(text[:5])
+        return float(len(seen)) if text[:5] == seen[0] else math.nan
+
+    settings = {**SHORT, "max_resampled": 3, "max_failed_fraction": 0.5}
+    with pytest.raises(RlhfError, match="4 of 6 rewards are unavailable"):
+        go(make_grpo(tmp_path, checkpoints, Server(reward), **settings))
+
+
 def test_run_stops_if_only_groups_that_were_replaced_have_rewards(tmp_path, checkpoints):
     """Their scores are equal, and the server is lost while the others are scored."""
     calls = itertools.count()
