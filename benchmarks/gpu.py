@@ -42,7 +42,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
-from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import copy_checkpoint, initialise_store
 from rlhf_triton.trainer.trained_critic import build_critic
@@ -296,7 +296,7 @@ def swap(job: PartJob) -> Found:
     store = WeightsStore(config.run.weights_dir)
     initialise_store(store, config.critic, run_id="check")
     write = partial(copy_checkpoint, store.folder(0))
-    version = store.add(write, run_id="check", step=1, parent=0, epoch=0, reuse=False).version
+    version = store.add(write, Origin(run_id="check", step=1, parent=0, epoch=0), reuse=False).version
     outputs = (contract.VALUES, contract.WEIGHTS_VERSION)
     with served(config, contract.CRITIC, *outputs) as send, ThreadPoolExecutor(8) as threads:
 

@@ -22,7 +22,7 @@ from rlhf_triton.models.canary import canary_outputs
 from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.control_key import control_key
-from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weights_files
+from rlhf_triton.store.weights import Manifest, Origin, WeightsError, WeightsStore, weights_files
 from rlhf_triton.trainer.pretraining import pretrained
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.trainer.training_set import tokenizer_of
@@ -124,16 +124,15 @@ class Publisher:
         if write is None:
             assert isinstance(model, CriticModel)
             write = model.write
-        manifest = self._store.add(
-            write,
+        origin = Origin(
             run_id=self._run_id,
             step=step,
             parent=self._store.current() if parent is None else parent,
             epoch=self._epoch,
-            reuse=parent is None,
-            canary=expected.tolist() if in_slices else None,
-            source=source and str(source),
+            source=None if source is None else str(source),
         )
+        canary = expected.tolist() if in_slices else None
+        manifest = self._store.add(write, origin, canary=canary, reuse=parent is None)
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so the swap is quick
         try:
@@ -304,16 +303,13 @@ def initialise_store(
         critic = load_critic(section.model, standardization=constants_of(section.standardization))
         if section.pretrain:
             critic = pretrain(critic)
-        store.add(
-            critic.write,
+        origin = Origin(
             run_id=run_id,
-            step=0,
-            parent=None,
-            epoch=0,
             tokenizer=tokenizer_of(section.model),
             made_from=made_from,
             source=str(section.model),
         )
+        store.add(critic.write, origin)
     known = store.manifest(0).made_from or made_from
     if is_same_model(known[MODEL][0], weights[0]):
         known[MODEL][0] = weights[0]
@@ -357,10 +353,8 @@ def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable
         elif store.current() is None:
             reward_loader(config.reward)(config.reward.model).check_finite()
             write = functools.partial(copy_checkpoint, config.reward.model)
-            manifest = store.add(
-                write, run_id=config.run.identity, step=0, parent=None, epoch=0, source=str(config.reward.model)
-            )
-            store.set_current(manifest.version)
+            origin = Origin(run_id=config.run.identity, source=str(config.reward.model))
+            store.set_current(store.add(write, origin).version)
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:

@@ -308,7 +308,6 @@ class ConversationSource:
 
     @property
     def size(self) -> int:
-        """Number of unfinished conversations."""
         return len(self._jobs)
 
     def add(self, job: SamplingJob) -> None:
@@ -318,7 +317,7 @@ class ConversationSource:
         while self._not_started and self.size - len(self._not_started) < MAX_INSTANCES:
             self._awaited.add(self._not_started.popleft())
         for number, prompt in prompts.items():
-            conversation = self._run_conversation(self._runner, number, prompt, job.seed)
+            conversation = self._run_conversation(number, prompt, job.seed)
             self._tasks[number] = asyncio.run_coroutine_threadsafe(conversation, self._loop)
 
     def deliver(self, row: RowId, turn: PolicyTurn) -> None:
@@ -333,13 +332,7 @@ class ConversationSource:
         self._loop.call_soon_threadsafe(set_turn)
 
     def next_rows(self, *, wait: bool) -> list[NewRow]:
-        """Return the rows that environments have answered, and report finished conversations.
-
-        Raises the errors of conversations, and CancelledError after `close`.
-
-        Args:
-            wait: wait until there is a row, or until `wake`.
-        """
+        """Return the rows that environments have answered, and report finished conversations; raises their errors."""
         ready: list[NewRow] = []
         while self.size:
             try:
@@ -373,7 +366,7 @@ class ConversationSource:
         self._arrivals.put(None)
 
     def close(self) -> None:
-        """Cancel the unfinished conversations and their environments."""
+        """Cancel the unfinished conversations and their environments; `next_rows` then raises CancelledError."""
         for task in [*self._tasks.values()]:
             task.cancel()
         with contextlib.suppress(RuntimeError):  # the loop is closed, because the environments have ended
@@ -386,17 +379,18 @@ class ConversationSource:
         self._arrivals.put((row, tokens))
         return await turn
 
-    async def _run_conversation(self, runner: ConversationRunner, index: int, prompt: Prompt, seed: int) -> None:
+    async def _run_conversation(self, index: int, prompt: Prompt, seed: int) -> None:
         rows = ConversationRows(self, index)
         restarts = 0
         conversation = None
         try:
             # Kept across restarts: in lockstep, all rows wait for this one, so freeing its slot would gain nothing.
-            async with runner.limit:
+            async with self._runner.limit:
                 while conversation is None:
                     try:
                         may_restart = restarts < RESTARTS
-                        conversation = await runner.run(prompt, seed_of(seed, prompt), rows, may_restart=may_restart)
+                        environment_seed = seed_of(seed, prompt)
+                        conversation = await self._runner.run(prompt, environment_seed, rows, may_restart=may_restart)
                     except EnvironmentFailed as error:
                         restarts += 1
                         logger.warning("a conversation restarts: %s", error)

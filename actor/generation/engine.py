@@ -24,7 +24,6 @@ from rlhf_triton.config import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
 from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
 from rlhf_triton.models.gpu import to_device
-from rlhf_triton.models.out_of_memory import MemoryBudget
 from rlhf_triton.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
@@ -63,11 +62,6 @@ class LocalGeneration(Generation):
         # How many trailing tokens to decode when looking for a stop string. A token is at least one byte; the extra
         # tokens are needed because the first ones of a window may decode differently without their predecessors.
         self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
-        self.memory = MemoryBudget(
-            "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
-        )
-        """How many responses fit into the GPU's memory at the same time."""
-        self.halvings.append(self.memory)
         # On a CPU, merging would cost more than the few kernels that it saves.
         self._merges = model is not None and model.device.type != "cpu"
         self.uses_slots: bool | None = None

@@ -24,8 +24,10 @@ class Generation(ABC):
         self._banned_ids = banned_ids
         self.runner: ConversationRunner | None = None
         """Runs conversations with environments; None: every prompt has one response."""
-        self.halvings: list[MemoryBudget] = []
-        """Batch sizes that are halved when the GPU is out of memory."""
+        self.memory = MemoryBudget(
+            "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
+        )
+        """How many responses fit into the GPU's memory at the same time; vLLM's servers bound their own."""
         self.version = 0
         """Version of the model's weights: the last step whose update they contain."""
 

@@ -126,7 +126,6 @@ class PromptSource:
 
     @property
     def size(self) -> int:
-        """Number of prompts without a response."""
         return len(self._jobs)
 
     def add(self, job: SamplingJob) -> None:
@@ -136,11 +135,9 @@ class PromptSource:
         self.longest = max([self.longest, *(len(p.tokens) + self._max_new_tokens for p in prompts.values())])
 
     def deliver(self, row: RowId, turn: PolicyTurn) -> None:
-        """Finish the row's conversation with this response."""
         self._jobs.finish(row.conversation, (row_of_response(self._jobs.prompt(row.conversation), turn),))
 
     def next_rows(self, *, wait: bool) -> list[NewRow]:
-        """Return the rows of new jobs; never waits."""
         waiting = self._waiting
         self._waiting = []
         return waiting

@@ -153,7 +153,7 @@ class Policy:
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         self.generation = make_generation(self, actor.generation)
-        self.halvings = [*self.generation.halvings, self.trained.memory]
+        self.halvings = [self.generation.memory, self.trained.memory]
         """Batch sizes of generation and training, which are halved when the GPU is out of memory."""
 
     @property

@@ -44,7 +44,7 @@ from rlhf_triton.config.optimizer import OptimizerSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
-from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.training_engine.ranks import ALONE
 from rlhf_triton.training_engine.trained import TrainedModel
 from rlhf_triton.wire.contract import STEP_AHEAD
@@ -182,7 +182,7 @@ async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_pa
     run = Recorded(tmp_path, server)
     store = WeightsStore(run.config.run.weights_dir)
     for step in (0, 1, 4, 1):
-        store.add(TinyPolicy().save, run_id="test", step=step, parent=None, epoch=0, reuse=False)
+        store.add(TinyPolicy().save, Origin(run_id="test", step=step, parent=None, epoch=0), reuse=False)
     await run.checkpoints.resume()
     assert run.critic.staleness([2, 3, 3, 9], step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 

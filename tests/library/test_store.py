@@ -29,22 +29,14 @@ import rlhf_triton.tools.run
 from rlhf_triton import digests
 from rlhf_triton.digests import json_digest
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store import weights
+from rlhf_triton.store import serving_records, weights
 from rlhf_triton.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
 from rlhf_triton.store.heartbeat import Heartbeat
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.run_lock import LOCK_FILE, in_progress, only_actor, only_run
-from rlhf_triton.store.weights import (
-    REMOTE_SILENCE_S,
-    STOPPED,
-    Manifest,
-    ServingRecord,
-    ServingRecords,
-    WeightsError,
-    WeightsStore,
-    _process,
-)
+from rlhf_triton.store.serving_records import REMOTE_SILENCE_S, STOPPED, ServingRecord, ServingRecords, _process
+from rlhf_triton.store.weights import Manifest, Origin, WeightsError, WeightsStore
 
 
 @pytest.fixture
@@ -62,7 +54,7 @@ def writer(value):
 
 def add(store, step, *, parent=None, value=None, reuse=True):
     write = writer(step if value is None else value)
-    return store.add(write, run_id="run", step=step, parent=parent, epoch=1, reuse=reuse)
+    return store.add(write, Origin(run_id="run", step=step, parent=parent, epoch=1), reuse=reuse)
 
 
 @pytest.fixture
@@ -492,7 +484,7 @@ def test_store_write_times_out_if_a_suspended_writer_holds_the_lock(store, monke
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(weights, "time", clock)
+    monkeypatch.setattr(serving_records, "time", clock)
     return clock
 
 

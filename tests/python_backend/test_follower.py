@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.python_backend.serving.versions.follower import Follower
 from rlhf_triton.store.durable import replace_file
-from rlhf_triton.store.weights import ServingRecord, WeightsError, WeightsStore
+from rlhf_triton.store.serving_records import ServingRecord
+from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.wire.contract import VersionRange
 
 PATIENCE_S = 120.0
@@ -75,7 +76,8 @@ def add(store, value, *, canary=None):
         save_file({"w": np.full(1, value, np.float32)}, folder / WEIGHTS_FILE)
         (folder / "config.json").write_text("{}")
 
-    return store.add(write, run_id="run", step=len(store.versions()), parent=None, epoch=1, canary=canary).version
+    origin = Origin(run_id="run", step=len(store.versions()), parent=None, epoch=1)
+    return store.add(write, origin, canary=canary).version
 
 
 def publish(store, value):

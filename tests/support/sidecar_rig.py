@@ -17,7 +17,8 @@ from tiny_checkpoints import VOCAB
 from rlhf_triton.config import RunConfig, TrainerSection
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.jsonl import read_jsonl
-from rlhf_triton.store.weights import ServingRecord, WeightsStore
+from rlhf_triton.store.serving_records import ServingRecord
+from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.sidecar import run_sidecar
 from rlhf_triton.wire.training_payload import TrainPayload

@@ -27,7 +27,7 @@ from rlhf_triton.store.durable import exclusive_lock, write_json
 from rlhf_triton.store.heartbeat import Heartbeat
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_run
-from rlhf_triton.store.weights import ServingRecord
+from rlhf_triton.store.serving_records import ServingRecord
 from rlhf_triton.tools import __main__ as program_module
 from rlhf_triton.tools import replay, serve, status, weights
 from rlhf_triton.tools import run as tools_run

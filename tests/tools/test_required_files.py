@@ -30,7 +30,7 @@ from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.config.required_files import check_critic, check_files
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.tools import preflight, render_configs
 from rlhf_triton.tools.checks import Level
 from rlhf_triton.tools.prompt_checks import check_prompts
@@ -677,7 +677,7 @@ def test_reward_model_that_differs_from_the_store_is_refused(tmp_path, checkpoin
     told = "critic would not be served: .* whose {} other weights"
     for number, folder in enumerate((checkpoints.reward, checkpoints.other_reward)):
         check_files(run.config, server=True)
-        store.add(functools.partial(copy_checkpoint, folder), run_id="run", step=0, parent=None, epoch=0)
+        store.add(functools.partial(copy_checkpoint, folder), Origin(run_id="run", step=0, parent=None, epoch=0))
         store.set_current(number)
         with pytest.raises(ConfigError, match=told.format(["version 0 has", "versions 0 and 1 have"][number])):
             check_files(config, server=True)

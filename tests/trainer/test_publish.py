@@ -21,7 +21,8 @@ from rlhf_triton.models.canary import canary_row, check_canary
 from rlhf_triton.models.modeling import load_critic as load_on_cpu
 from rlhf_triton.models.modeling import save_critic
 from rlhf_triton.store.durable import write_json
-from rlhf_triton.store.weights import Manifest, ServingRecord, WeightsError, WeightsStore
+from rlhf_triton.store.serving_records import ServingRecord
+from rlhf_triton.store.weights import Manifest, Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
@@ -49,7 +50,7 @@ def store(tmp_path, critic):
     for step in range(2):
         with torch.no_grad():
             critic.model.classifier.bias += 0.25
-        store.add(lambda folder: save_critic(critic, folder), step=step, **ABOUT)
+        store.add(lambda folder: save_critic(critic, folder), Origin(step=step, **ABOUT))
     store.set_current(0)
     return store
 
@@ -156,7 +157,7 @@ def llama(tmp_path):
     save_tiny(tmp_path / "critic", "llama", "critic")
     store = WeightsStore(tmp_path / "store")
     critic = load_on_cpu(tmp_path / "critic")
-    store.set_current(store.add(lambda folder: save_critic(critic, folder), step=0, **ABOUT).version)
+    store.set_current(store.add(lambda folder: save_critic(critic, folder), Origin(step=0, **ABOUT)).version)
     return store
 
 
@@ -182,9 +183,9 @@ def test_bfloat16_version_serves_the_same_values_as_a_float32_one(llama, case):
     critic = build_critic(llama.folder(0), trainer_section(**CASES[case]), seed=0, dtype="bfloat16")
     critic.own_weights()
     train_a_little(critic)
-    first = llama.add(critic.write, step=1, **ABOUT).version
+    first = llama.add(critic.write, Origin(step=1, **ABOUT)).version
     critic.stored_as = None
-    second = llama.add(critic.write, step=2, **ABOUT).version
+    second = llama.add(critic.write, Origin(step=2, **ABOUT)).version
     assert [dtypes_of(llama, version) for version in (first, second)] == [[{"F32"}, {"BF16"}], [{"F32"}, {"F32"}]]
     served = [load_on_cpu(llama.folder(version), dtype="bfloat16") for version in (first, second)]
     row = [np.arange(16)]
@@ -228,7 +229,7 @@ class Publication:
         self.store = store
         self.publisher = publisher_of(store, reload)
         self.canary = self.critic.values([canary_row(self.critic)])[0].tolist()
-        self.manifest = store.add(self.critic.write, step=1, canary=self.canary, **ABOUT)
+        self.manifest = store.add(self.critic.write, Origin(step=1, **ABOUT), canary=self.canary)
         self.waited = 0
 
     def say(self, name, version=0, **more):

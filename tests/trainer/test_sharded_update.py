@@ -14,7 +14,7 @@ from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 from rlhf_triton.models.adapters import MergedWeights
 from rlhf_triton.models.modeling import CriticModel, load_critic, save_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
-from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer import trained_critic
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, follow_rank_0, load_update
@@ -43,12 +43,12 @@ def root(tmp_path_factory):
     for family in FAMILIES:
         save_with_layers(root / family) if family == "layers" else save_tiny(root / family, family, "critic")
     store = WeightsStore(root / "store")
-    store.set_current(store.add(lambda folder: save_critic(load_critic(root / "llama"), folder), **about(0)).version)
+    store.set_current(store.add(lambda folder: save_critic(load_critic(root / "llama"), folder), about(0)).version)
     return root
 
 
 def about(step):
-    return {"run_id": "run", "step": step, "parent": None, "epoch": 1}
+    return Origin(run_id="run", step=step, parent=None, epoch=1)
 
 
 def payloads(count):
@@ -148,7 +148,7 @@ def publish(update, store):
     """Publish twice; then a version of other weights, and a damaged one."""
     seen = []
     for _ in range(2):
-        manifest = store.add(update.critic.write, **about(1), reuse=False, canary=[0.5])
+        manifest = store.add(update.critic.write, about(1), reuse=False, canary=[0.5])
         verify_version(store, manifest.version, update.critic)
         seen.append((manifest.version, holds_weights(store, manifest.version, update.critic)))
     seen.append(holds_weights(store, 0, update.critic))

@@ -40,7 +40,7 @@ from rlhf_triton.store.heartbeat import Heartbeat
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.sealed_folder import verify_folder
-from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.disk_retry import until_done
 from rlhf_triton.trainer.publish import copy_checkpoint
@@ -345,7 +345,7 @@ def test_save_does_not_replace_a_version_after_a_failed_step_or_a_rollback(make)
     saved = rig.save(3)
     assert (saved.error, saved.weights_version) == (None, 2)
     write = functools.partial(copy_checkpoint, rig.store.folder(1))
-    back = rig.store.add(write, run_id="run", step=1, parent=1, epoch=1).version
+    back = rig.store.add(write, Origin(run_id="run", step=1, parent=1, epoch=1)).version
     rig.store.set_current(back)
     saved = rig.save(3)
     assert (saved.error, saved.weights_version) == (None, back)

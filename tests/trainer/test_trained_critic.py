@@ -17,7 +17,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config import CriticSection
 from rlhf_triton.models.heads import ModelHead
 from rlhf_triton.models.modeling import quiet_transformers
-from rlhf_triton.store.weights import WeightsError, WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import initialise_store
@@ -58,7 +58,7 @@ def train(update, *seeds):
 
 
 def publish(store, update):
-    return store.add(update.critic.write, run_id="run", step=1, parent=0, epoch=1).version
+    return store.add(update.critic.write, Origin(run_id="run", step=1, parent=0, epoch=1)).version
 
 
 @pytest.mark.device

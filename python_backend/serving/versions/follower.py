@@ -14,7 +14,8 @@ from typing import Any
 
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.errors import reason_of
-from rlhf_triton.store.weights import FIRST_VERSION, ServingRecord, WeightsError, WeightsStore
+from rlhf_triton.store.serving_records import ServingRecord
+from rlhf_triton.store.weights import FIRST_VERSION, WeightsError, WeightsStore
 from rlhf_triton.wire.contract import VersionRange
 
 TOUCH_INTERVAL_S = 2.0
