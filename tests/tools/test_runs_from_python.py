@@ -466,6 +466,15 @@ def test_metrics_have_our_names_and_those_of_trl(tmp_path):
     assert "text" not in later
 
 
+def test_metrics_before_the_first_step_have_an_empty_reward(tmp_path):
+    run = rt.Run(write_run(tmp_path / "run"))
+    (run.path / "metrics.jsonl").write_text("")
+    assert {name: values.shape for name, values in run.metrics.items() if "/" not in name} == {
+        "step": (0,),
+        "reward": (0,),
+    }
+
+
 def test_samples_report_and_curves_of_a_finished_run(tmp_path):
     run = rt.Run(write_run(tmp_path / "run"))
     assert len(run.samples("before")) == len(run.samples()) == 30
@@ -530,6 +539,24 @@ def test_a_run_whose_folder_is_deleted_meanwhile_says_so(tmp_path, monkeypatch):
     run.log_path.touch()
     with pytest.raises(rt.RlhfError, match=r"^the run ended with exit code 2; its log is .*run.log$"):
         run.wait()
+
+
+def test_ctrl_c_says_how_to_resume_before_it_waits_for_the_end(tmp_path, monkeypatch, capsys):
+    """A second one, meanwhile, ends the waiting."""
+    run = rt.Run(write_run(tmp_path / "run"))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        runs, "start_bound", lambda *_: types.SimpleNamespace(pid=0, poll=lambda: None, returncode=None)
+    )
+    monkeypatch.setattr(rt.Run, "config_path", tmp_path)
+    monkeypatch.setattr(rt.Run, "wait", interrupt)
+    monkeypatch.setattr(rt.Run, "stop", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run._start(wait=True)
+    assert capsys.readouterr().err == f"stopping; {run!r}.resume() goes on from the newest checkpoint\n"
 
 
 RUNNING = """

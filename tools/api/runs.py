@@ -173,7 +173,8 @@ class Run:
 
         rows = read_steps(self._folder() / "metrics.jsonl", math.inf)
         names = dict.fromkeys(name for row in rows for name, value in row.items() if number(value) is not None)
-        columns = {name: [number(row.get(name)) for row in rows] for name in ("step", *names)}
+        always = ("step", TRL_NAMES["reward"][0])  # also before the first step
+        columns = {name: [number(row.get(name)) for row in rows] for name in (*always, *names)}
         table = {name: np.array(values, np.float64) for name, values in columns.items()}
         for name, (ours, is_rest) in TRL_NAMES.items():
             if ours in table:
@@ -345,8 +346,8 @@ class Run:
             if wait:
                 self.wait()
         except KeyboardInterrupt:
+            print(f"stopping; {self!r}.resume() goes on from the newest checkpoint", file=sys.stderr)
             self.stop()
-            print(f"stopped; {self!r}.resume() goes on from the newest checkpoint", file=sys.stderr)
             raise
 
     def _raise_if_failed(self) -> None:
