@@ -266,11 +266,11 @@ class TestPage:
         ]
         write_lines(run_dir / "rollouts.jsonl", rows)
         section = page_of(run_dir)
-        assert section.count("<em>It &lt;b&gt;is&lt;/b&gt;</em>") == format_value
+        assert section.count("<em>It &lt;b&gt;is&lt;/b&gt;</em>") == shown
         assert "<script" not in section
         assert f"great {num_texts}.</td><td class=n>+0.00</td>" in section
         assert "great 2.</td><td class=n>–</td>" in section
-        assert ("Last steps" in section) == (format_value == 16)
+        assert ("Last steps" in section) == (shown == 16)
         present = [k for k in (8, 9, 32) if f"great {k}." in section]
         assert present == ([8] if num_texts == 40 else [])
 
@@ -386,11 +386,11 @@ class TestSamples:
         (step,), problem = shown_steps(load_run(self.recorded(tmp_path / "run")))
         assert (step.step, len(step.samples), step.num_samples, problem) == (1, 4, 6, "")
         first, failed = step.samples[:2]
-        format_value = [
+        shown = [
             (token.text, round(token.logprob, 3), token.value, token.advantage, token.ratio, token.version)
             for token in first.tokens
         ]
-        assert format_value == [
+        assert shown == [
             ("5 ", -0.693, 1.0, 1.0, pytest.approx(0.5), 7),
             ("6 ", -0.693, 2.0, 2.0, pytest.approx(0.5), 7),
             ("7 ", -0.693, 3.0, 3.0, pytest.approx(0.5), 7),
