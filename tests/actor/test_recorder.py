@@ -13,7 +13,7 @@ import threading
 import types
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -662,7 +662,6 @@ class RecordingTracker(GeneralTracker):
     """Adds its calls to `calls`."""
 
     requires_logging_directory = False
-    calls: list[tuple[Any, ...]]
 
     def __init__(self, project, **options):
         super().__init__()

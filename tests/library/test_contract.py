@@ -183,7 +183,7 @@ def texts(*rows):
     return np.array([[row] for row in rows], dtype=np.object_)
 
 
-def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
+def step_identity(run_id, step):
     """As critic_train reads it."""
     return contract.optional_text("run_id", run_id), contract.optional_count("step", step, minimum=1)
 

@@ -208,7 +208,7 @@ def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
         requests += 1
         raise ControlPlaneError("CUDA error: an illegal memory access was encountered", Failure.FAILED)
 
-    def page(*_: object) -> str:
+    def page(*_):
         counts = {FORWARDS: forwards, ANSWERED: requests + forwards, FAILED: requests}
         return "\n".join(f'{name}{{model="critic"}} {count}' for name, count in counts.items())
 

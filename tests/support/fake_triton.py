@@ -3,8 +3,6 @@ request as a test specifies, and records requests and connections.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 from fake_server import FakeServer
@@ -21,18 +19,18 @@ OUTPUTS = [
     {"name": "status", "datatype": "INT64", "shape": [1], "data": [1]},
     {"name": "weights_version", "datatype": "INT64", "shape": [1], "data": [7]},
 ]
-Behaviour = Callable[[str, int], str]  # (model, number of the request from 1 on) -> how to answer it
 
 
 class FakeTriton(FakeServer):
-    """A fake server, each of whose requests a behaviour answers.
+    """A fake server, whose answers a behaviour chooses: a function of the model and the request's number, from 1.
 
-    With `ok`, `busy` (503), `journalled` (503, no result yet), `behind` (503, a newer version is demanded), `dead` (the
-    error of a dead model process), `wrong` (400), `early` (400, a step whose predecessor is missing), `failed` (500),
-    `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
+    It returns `ok`, `busy` (503), `journalled` (503, no result yet), `behind` (503, a newer version is demanded),
+    `dead` (the error of a dead model process), `wrong` (400), `early` (400, a step whose predecessor is missing),
+    `failed` (500), `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is
+    set).
     """
 
-    def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
+    def __init__(self, behaviour=lambda model, number: "ok"):
         super().__init__(
             [
                 web.post("/v2/models/{model}/infer", self._infer),
@@ -41,15 +39,15 @@ class FakeTriton(FakeServer):
             ]
         )
         self.behaviour = behaviour
-        self.ready: Callable[[str], bool] = lambda model: True
+        self.ready = lambda model: True
         self.parameters = {"model": "here", "tokenizer_fingerprint": "ours"}
-        self.asked: list[str] = []
-        self.encodings: set[str | None] = set()  # Accept-Encoding headers of the requests
-        self.connections: set[asyncio.Transport] = set()
+        self.asked = []
+        self.encodings = set()  # Accept-Encoding headers of the requests
+        self.connections = set()
         self.in_flight = self.most_in_flight = self.probes = 0
         self.go = asyncio.Event()
 
-    async def _infer(self, request: web.Request) -> web.Response:
+    async def _infer(self, request):
         model = request.match_info["model"]
         self.asked.append(model)
         self.encodings.add(request.headers.get("Accept-Encoding"))
@@ -63,7 +61,7 @@ class FakeTriton(FakeServer):
         finally:
             self.in_flight -= 1
 
-    async def _answer(self, what: str, transport: asyncio.Transport) -> web.Response:
+    async def _answer(self, what, transport):
         if what == "drop":
             transport.abort()
         while not self._is_stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
@@ -82,16 +80,16 @@ class FakeTriton(FakeServer):
             return web.json_response({"error": errors[what][1]}, status=errors[what][0])
         return web.json_response({"model_name": "any", "outputs": OUTPUTS})
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, request):
         self.probes += 1
         return web.Response(status=200 if self.ready(request.match_info["model"]) else 400)
 
-    async def _config(self, request: web.Request) -> web.Response:
+    async def _config(self, request):
         parameters = {key: {"string_value": value} for key, value in self.parameters.items()}
         return web.json_response({"input": [], "parameters": parameters})
 
 
-def client_of(*servers: FakeTriton, **changes: Any) -> TritonClient:
+def client_of(*servers, **changes):
     """A client of these servers with `changes` of its settings, or of its limits, which are arguments of its own."""
     names = ("retries", "max_in_flight")
     limits = {name: changes.pop(name) for name in names if name in changes}

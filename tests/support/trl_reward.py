@@ -7,12 +7,11 @@ Arguments: the folder of a causal LM, an output folder. Each run writes `<name>/
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 EVALUATED = 16  # a whole number of batches: TRL averages over batches
 
 
-def rows(kind: str) -> list[dict[str, Any]]:
+def rows(kind):
     """Return preference pairs; mostly the response with a lovely adjective is preferred, which training can learn."""
     subjects = ("weather", "parser", "file", "morning", "word", "friend", "door", "list")
     texts = [
@@ -33,7 +32,7 @@ def rows(kind: str) -> list[dict[str, Any]]:
     ]
 
 
-def train(base: str, out: Path, name: str, kind: str, *, lora: bool) -> None:
+def train(base, out, name, kind, *, lora):
     """Train one reward model."""
     import torch
     from datasets import Dataset
@@ -73,7 +72,7 @@ def train(base: str, out: Path, name: str, kind: str, *, lora: bool) -> None:
     (out / f"{name}.json").write_text(json.dumps({"accuracy": accuracy, "pairs": data[:EVALUATED], "scores": scores}))
 
 
-def main() -> None:
+def main():
     """Train both."""
     import torch
 

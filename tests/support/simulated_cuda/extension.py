@@ -3,7 +3,6 @@
 import ctypes
 import importlib.util
 import sys
-from types import ModuleType
 
 from simulated_cuda.build import built, torch_folder
 
@@ -11,7 +10,7 @@ NUM_GPUS = 8
 TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libshm.so", "libtorch_python.so")  # in the order of their needs
 
 
-def load() -> ModuleType:
+def load():
     """Return the extension, built if needed. Raises BuildError."""
     folder = built()
     for name in TORCH_LIBRARIES:
