@@ -231,7 +231,6 @@ class DisturbedSystem:
         run_dir = self.config.run.dir
         current = self.store.current()
         critic = read_state(run_dir / "checkpoints" / "critic" / str(last))
-        assert current is not None
         # A step is one optimizer step, so the critic's checkpoint counts its updates.
         trained = (critic["step"], critic["optimizer_step"], self.store.manifest(current).step)
         assert trained == (last, last, last), "each step trained the critic once"

@@ -63,7 +63,6 @@ class FakeServer:
         await self._runner.cleanup()
 
     def _abort(self):
-        assert self._runner.server is not None
         for connection in self._runner.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()

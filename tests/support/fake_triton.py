@@ -9,7 +9,7 @@ from fake_server import FakeServer
 
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import ClientSection
-from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL, STEP_AHEAD
+from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL
 
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
 OUTPUTS = [
@@ -25,9 +25,8 @@ class FakeTriton(FakeServer):
     """A fake server, whose answers a behaviour chooses: a function of the model and the request's number, from 1.
 
     It returns `ok`, `busy` (503), `journalled` (503, no result yet), `behind` (503, a newer version is demanded),
-    `dead` (the error of a dead model process), `wrong` (400), `early` (400, a step whose predecessor is missing),
-    `failed` (500), `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is
-    set).
+    `dead` (the error of a dead model process), `wrong` (400), `failed` (500), `drop` (break the connection), `hang` (no
+    answer), or `wait` (answer once `go` is set).
     """
 
     def __init__(self, behaviour=lambda model, number: "ok"):
@@ -51,7 +50,6 @@ class FakeTriton(FakeServer):
         model = request.match_info["model"]
         self.asked.append(model)
         self.encodings.add(request.headers.get("Accept-Encoding"))
-        assert request.transport is not None
         self.connections.add(request.transport)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -72,9 +70,7 @@ class FakeTriton(FakeServer):
             "behind": (503, f"in ensemble 'critic_infer', critic serves version 3, {DEMANDED} 4 or newer"),
             "dead": (500, DEAD),
             "wrong": (400, "tokens: missing"),
-            "early": (400, f"step: 2, {STEP_AHEAD} 'r' is 0; send step 1 first"),
             "failed": (500, "the gradients are not finite"),
-            "unloaded": (404, "Request for unknown model: 'critic' has no available versions"),
         }
         if what in errors:
             return web.json_response({"error": errors[what][1]}, status=errors[what][0])

@@ -82,7 +82,6 @@ class FakeVllm(FakeServer):
             await asyncio.sleep(0.001)
         if self.drops:
             self.drops -= 1
-            assert request.transport is not None
             request.transport.abort()
         if body.get("model", "base") not in ("base", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist.")

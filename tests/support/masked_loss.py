@@ -53,7 +53,6 @@ def outcome(loss, *parts):
         inputs = replace(part, logprobs=leaf)
         found, metrics = loss(inputs)
         found.backward()
-        assert leaf.grad is not None
         gradients.append(leaf.grad)
         value = value + found.detach()
         metrics = {**inputs.statistics(), **metrics}

@@ -121,7 +121,6 @@ class Rig:
 
     def ended(self):
         """Wait until the sidecar ends on its own; return the exception that ended it, or None."""
-        assert self.thread is not None
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         return self.error

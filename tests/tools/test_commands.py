@@ -58,7 +58,6 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
 def program(tmp_path_factory):
     """Return the script that pip writes for `[project.scripts]`."""
     named = re.search(r'^\[project\.scripts\]\nrlhf-triton = "(\S+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert named is not None
     assert callable(pkgutil.resolve_name(named[1]))
     module, _, function = named[1].partition(":")
     path = tmp_path_factory.mktemp("bin") / "rlhf-triton"
@@ -70,7 +69,7 @@ def program(tmp_path_factory):
 def run(program, *arguments):
     """Run the program with one line on stderr per imported module."""
     command = [sys.executable, "-X", "importtime", str(program), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment_of(), capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment_of(), capture_output=True, text=True)
 
 
 def environment_of(**more):
@@ -333,7 +332,6 @@ def test_status_shows_a_running_server_and_a_silent_remote_instance(live, capsys
     run, store = live.run, live.run.store
     last = json.loads((run.config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
     current = store.current()
-    assert current is not None
     silent = dataclasses.replace(ServingRecord.of_this_process("critic_9", current), place="cafe0123", host="far")
     store.records.put(silent)
     hours_ago = time.time() - 3 * 3600
@@ -348,7 +346,6 @@ def test_status_shows_a_running_server_and_a_silent_remote_instance(live, capsys
     assert lines[2].startswith(f"actor     step {last['step']} of 3 ended ")
     assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[2]
     reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[3])
-    assert reported is not None
     assert int(reported[1]) >= 3  # more if other tests trained the critic of this run
     assert lines[4].startswith(f"reward    CURRENT is version {run.reward_store.current()} ")
     critic = lines.index(f"critic    CURRENT is version {current} (step {store.manifest(current).step})")

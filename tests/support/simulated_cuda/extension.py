@@ -16,8 +16,6 @@ def load():
     for name in TORCH_LIBRARIES:
         ctypes.CDLL(str(torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     spec = importlib.util.spec_from_file_location("simcuda", folder / "simcuda.so")
-    assert spec is not None
-    assert spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     sys.modules["simcuda"] = native
     spec.loader.exec_module(native)

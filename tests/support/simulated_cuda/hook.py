@@ -42,7 +42,6 @@ class _TorchLoader(Loader):
     def exec_module(self, module):
         from simulated_cuda import extension
 
-        assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         extension.load()
         self._loader.exec_module(module)
