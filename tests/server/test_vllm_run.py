@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +23,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import padded, rows_of
-from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
-from rlhf_triton.config import EnvironmentSection, RunConfig
+from rlhf_triton.config import RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.tools.server.vllm import VllmServer
@@ -215,28 +213,6 @@ def stops_as_our_own(data, config, policy):
     found = responses(theirs)
     assert found == responses(own(changed.actor.generation))
     assert any(2 < len(tokens) < len(whole[row][0]) and ended for row, (tokens, ended) in found.items())
-
-
-def test_vllm_samples_conversations_turn_by_turn(tmp_path, models, vllm, monkeypatch):
-    """Every turn is trained as it was sampled; its log-probs are those of a plain forward pass over the row."""
-    data = configuration(models, tmp_path, vllm)
-    data["actor"]["generation"]["stop_strings"] = ["e"]
-    environment = EnvironmentSection.model_validate({"class": f"{CLASSES}:Countdown", "max_tokens": 120})
-    with served(RunConfig.model_validate(data), monkeypatch) as config:
-        policy = Policy(config.actor, longest_row=(120, ""))
-        policy.generation = VllmGeneration(config, policy)
-        policy.generation.runner = ConversationRunner(environment, policy.tokenizer, max_prompt_tokens=60)
-        try:
-            policy.renew_sampler()
-            prompts = [replace(PROMPTS[i % 4], metadata={"turns": 1 + i % 4}) for i in range(32)]
-            rows = rows_of(policy.generate(prompts, seed=5))
-        finally:
-            policy.generation.close()
-    assert all([*turn.tokens] == row.tokens[turn.start : turn.end].tolist() for row in rows for turn in row.turns)
-    assert {len(row.turns) for row in rows} >= {1, 2, 3}
-    gap = float((padded(policy.logprobs(rows)) - padded([row.logprobs for row in rows])).abs().max())
-    assert gap <= MOST_GAP
-    print(f"{sum(len(row.turns) for row in rows)} turns, largest gap {gap:.1e}")
 
 
 def responses(generation):

@@ -28,8 +28,8 @@ from rlhf_triton.store.journal import Heartbeat, Journal
 from rlhf_triton.store.run_lock import only_run
 from rlhf_triton.store.weights import ServingRecord
 from rlhf_triton.tools import __main__ as program_module
-from rlhf_triton.tools import replay, serve, status, weights
 from rlhf_triton.tools import run as tools_run
+from rlhf_triton.tools import serve, status, weights
 from rlhf_triton.tools.__main__ import COMMANDS
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.progress import RunProgress
@@ -351,15 +351,6 @@ def test_status_shows_a_running_server_and_a_silent_remote_instance(live, capsys
     critic = lines.index(f"critic    CURRENT is version {current} (step {store.manifest(current).step})")
     assert any(f"serves version {current}" in line for line in lines[critic:] if silent.name not in line)
     assert f"          {silent.name} serves version {current}; last sign of life 3 h ago" in lines
-
-
-def test_replay_of_a_ppo_run_includes_the_critic(live, capsys):
-    assert replay.main([str(live.run.config.run.dir), "--step", "3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" (")[0] for line in lines] == [
-        "from the checkpoint of step 2",
-        "step 3: identical, the critic too",
-    ]
 
 
 def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(tmp_path, checkpoints, capsys):
