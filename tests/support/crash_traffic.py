@@ -12,7 +12,7 @@ import numpy as np
 from crash_system import Background
 
 import rlhf_triton.client.client
-from rlhf_triton.client.client import TrainAnswer, TritonClient
+from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
 from rlhf_triton.config import ClientSection
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
@@ -43,7 +43,7 @@ class Served:
 
     probe: int
     """Index of the probe request."""
-    versions: tuple[int, ...]
+    versions: tuple
     """weights_version of each row."""
     rewards: bytes
     """Bytes of a float32 array `[n]`."""
@@ -56,21 +56,21 @@ class RequestRecord:
     """Record of requests and answers; times are seconds since the start."""
 
     start: float = field(default_factory=time.monotonic)
-    trained: list[tuple[int, float, TrainAnswer]] = field(default_factory=list)
+    trained: list = field(default_factory=list)
     """(step, time, answer), in the order of the answers."""
-    repeated: list[tuple[int, TrainAnswer]] = field(default_factory=list)
+    repeated: list = field(default_factory=list)
     """(step, answer) of steps that were sent again after their answer."""
-    saved: list[tuple[int, float, int]] = field(default_factory=list)
+    saved: list = field(default_factory=list)
     """(step, time, weights_version) of critic_save."""
-    rewound: list[tuple[int, float, int]] = field(default_factory=list)
+    rewound: list = field(default_factory=list)
     """(step, time, weights_version) of rewinds; answers that a rewind invalidated are removed from the lists above."""
-    served: Counter[Served] = field(default_factory=Counter)
+    served: Counter = field(default_factory=Counter)
     """Distinct scoring answers and how often each came."""
-    stale: list[tuple[float, int, int]] = field(default_factory=list)
+    stale: list = field(default_factory=list)
     """(time, version, served version) of scores by a version older than one that the server had reported as served."""
-    failures: list[tuple[float, str, str]] = field(default_factory=list)
+    failures: list = field(default_factory=list)
     """(time, client, reason) of requests that a client gave up; the client then sends another."""
-    refusals: list[str] = field(default_factory=list)
+    refusals: list = field(default_factory=list)
     """Requests of the writer that were rejected, or not answered in time, although all are valid."""
 
     def now(self):
