@@ -44,13 +44,13 @@ class Mutation:
     new: str
     tests: list[str]
 
-    def of(self, source: str) -> str:
+    def of(self, source):
         """Return `source` with the fault. Raises ValueError unless the text occurs exactly once."""
         if (found := source.count(self.old)) != 1:
             raise ValueError(f"{self.name}: {self.file} has {self.old.strip()!r} {found} times, not once")
         return source.replace(self.old, self.new)
 
-    def check_tests(self) -> None:
+    def check_tests(self):
         """Raise ValueError if a test does not exist, OSError if a file of tests does not."""
         for test in self.tests:
             file, _, name = test.partition("::")
@@ -59,12 +59,12 @@ class Mutation:
                 raise ValueError(f"{self.name}: {file} has no test {name}")
 
 
-def read_mutations(path: Path = LIST) -> list[Mutation]:
+def read_mutations(path=LIST):
     """Return the faults listed in `path`."""
     return [Mutation(**item) for item in tomllib.loads(path.read_text())["mutation"]]
 
 
-def copy_tree(target: Path) -> None:
+def copy_tree(target):
     """Copy every file that git tracks, or would track, to `target`."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
@@ -74,7 +74,7 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
 
 
-def run_tests(tree: Path, tests: list[str], *options: str) -> tuple[int, str]:
+def run_tests(tree, tests, *options):
     """Run tests in a copy of the tree; return pytest's exit code and output."""
     output = tree.with_suffix(".txt")
     quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
@@ -85,7 +85,7 @@ def run_tests(tree: Path, tests: list[str], *options: str) -> tuple[int, str]:
     return child.exitcode or PASSED, output.read_text()
 
 
-def _pytest(tree: Path, arguments: list[str], output: Path) -> None:
+def _pytest(tree, arguments, output):
     """Run pytest in this process, which has imported nothing of the project."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
@@ -97,13 +97,13 @@ def _pytest(tree: Path, arguments: list[str], output: Path) -> None:
     sys.exit(int(pytest.main(arguments)))
 
 
-def failed_test(output: str) -> str | None:
+def failed_test(output):
     """Return the node id of the first test that failed, from pytest's summary."""
     found = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", output, re.MULTILINE)
     return found and found[1]
 
 
-def try_mutation(tree: Path, mutation: Mutation) -> tuple[int, str]:
+def try_mutation(tree, mutation):
     """Apply a fault in `tree`, run its tests up to the first that fails, and undo it; return as `run_tests`."""
     path = tree / mutation.file
     source = path.read_text()
@@ -114,7 +114,7 @@ def try_mutation(tree: Path, mutation: Mutation) -> tuple[int, str]:
         path.write_text(source)
 
 
-def main() -> int:
+def main():
     """Try the faults; return 1 if one was not noticed, or if a test fails without any."""
     parser = argparse.ArgumentParser(description="Break the code in many ways; a test must fail for each of them.")
     parser.add_argument("only", nargs="*", help="parts of names or paths; default: all faults")
@@ -135,15 +135,15 @@ def main() -> int:
     # Python compares bytecode and source by size and second only, and might run the bytecode of the previous fault.
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     PROCESSES.set_forkserver_preload(IMPORTED)
-    seen: list[str] = []
-    missed: list[str] = []
+    seen = []
+    missed = []
     with tempfile.TemporaryDirectory(prefix="rlhf-mutants-") as folder, ThreadPoolExecutor(args.jobs) as pool:
-        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        trees = queue.SimpleQueue()
         for number in range(args.jobs):
             copy_tree(tree := Path(folder) / str(number))
             trees.put(tree)
 
-        def attempt(mutation: Mutation) -> None:
+        def attempt(mutation):
             tree = trees.get()
             code, output = try_mutation(tree, mutation)
             trees.put(tree)

@@ -9,7 +9,6 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,7 +16,7 @@ OUT = ROOT / "runs" / "repeat"
 
 
 @contextlib.contextmanager
-def busy_loops(number: int) -> Iterator[None]:
+def busy_loops(number):
     """Keep `number` cores busy."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
@@ -28,7 +27,7 @@ def busy_loops(number: int) -> Iterator[None]:
             loop.wait()
 
 
-def main() -> int:
+def main():
     """Run everything; return 1 if any run failed."""
     parser = argparse.ArgumentParser(description="Run `make test` repeatedly, in fresh clones.")
     parser.add_argument("--pythons", nargs="+", default=["python3.10", "python3.11", "python3.12"], metavar="PYTHON")

@@ -235,7 +235,7 @@ class Talk:
 
 
 def one_response(decoder, tokens, draws, most):
-    found: dict[int, list[int]] = {}
+    found = {}
     decoder.run(asking([np.array(tokens)], found, lambda _: draws, most=most))
     return found[0]
 

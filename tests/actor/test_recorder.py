@@ -7,13 +7,12 @@ import json
 import logging
 import math
 import shutil
-import subprocess
 import sys
 import threading
 import types
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from samples import a_sample, rewarded
 from settings import nested
 from tiny_checkpoints import change_config
 
+import rlhf_triton.tools.run
 from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
@@ -562,17 +562,15 @@ def test_changed_code_of_a_reward_or_environment_is_refused(tmp_path):
         find_changes(config, accepted=False)
 
 
-def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path, checkpoints):
+def test_run_command_refuses_a_changed_reward_before_it_starts_anything(tmp_path, checkpoints, capsys):
     (tmp_path / "mine.py").write_text(CODE)
     actor = {"algorithm_name": "grpo", "responses_per_prompt": 2}
     term = {"function": f"{tmp_path / 'mine.py'}:verify"}
     run = make_run(tmp_path / "run", checkpoints, rewards={"length": term}, actor=actor)
     (run.config.run.dir / "checkpoints" / "actor" / "3").mkdir(parents=True)
     write_settings(load_config(run.path, []), {})
-    arguments = ["rlhf_triton.tools", "run", "--config", str(run.path), "rewards.length.weight=2"]
-    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "rewards.length.weight: 1.0 -> 2.0" in done.stderr
+    assert rlhf_triton.tools.run.main(["--config", str(run.path), "rewards.length.weight=2"]) == 2
+    assert "rewards.length.weight: 1.0 -> 2.0" in capsys.readouterr().err
     assert not (run.config.run.dir / "changes.jsonl").exists()
 
 
@@ -666,7 +664,6 @@ class RecordingTracker(GeneralTracker):
     """Adds its calls to `calls`."""
 
     requires_logging_directory = False
-    calls: list[tuple[Any, ...]]
 
     def __init__(self, project, **options):
         super().__init__()

@@ -1,7 +1,7 @@
 """The groups in flight, in simulated time: order, age, and what waits for what."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,6 @@ from prompts import inputs_of, write_prompts
 from settings import actor_section
 from simulated_time import run_simulated
 
-from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, conversations_of
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
@@ -33,9 +32,9 @@ SIZE = 4
 class GroupOfSimulation:
     """The part of a `GroupInFlight` that `Rollouts` uses."""
 
-    versions: asyncio.Future[VersionRange | None]
-    scored: asyncio.Task[Group]
-    ended: list[asyncio.Future[Any]]
+    versions: asyncio.Future
+    scored: asyncio.Task
+    ended: list
 
     async def cancel(self):
         self.scored.cancel()
@@ -43,13 +42,13 @@ class GroupOfSimulation:
 
 @dataclass
 class Simulation:
-    """A collector whose responses take as long as `seconds` says, at most `slots` of them at a time."""
+    """A collector whose responses take `seconds(prompt, seed, index)`, at most `slots` of them at a time."""
 
-    seconds: Callable[[Prompt, int, int], float]
-    reward: Callable[[Prompt], Sequence[float]] = lambda _: range(SIZE)
+    seconds: Callable
+    reward: Callable = lambda _: range(SIZE)
     slots: int = PER_STEP * SIZE
     version: int = 0
-    started: list[tuple[str, int, int]] = field(default_factory=list)  # prompt, seed, index of its first response
+    started: list = field(default_factory=list)  # prompt, seed, index of its first response
     scorer: Any = field(default_factory=lambda: SimpleNamespace(has_critic=True, reward=ServedModel()))
 
     def __post_init__(self):
@@ -134,10 +133,10 @@ def log_normal(_, seed, index):
 class Trained:
     """The groups that the steps of a simulated run took, and when."""
 
-    groups: list[list[Group]] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    staleness: list[float] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)  # seconds after which a step had its groups
+    groups: list = field(default_factory=list)
+    dropped: list = field(default_factory=list)
+    staleness: list = field(default_factory=list)
+    at: list = field(default_factory=list)  # seconds after which a step had its groups
 
 
 def make_rollouts(simulation, inputs, critic, **actor):

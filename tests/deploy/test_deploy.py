@@ -217,7 +217,7 @@ def test_torchrun_commands_train_and_replace_dead_ranks_and_nodes(tmp_path, chec
         for agent in actor.agents:
             assert agent.process.wait(300) == 0, agent.log_path.read_text()
         assert {line["step"] for line in run.critic_updates(up_to=STEPS)} == set(range(1, STEPS + 1))
-        assert run.store.manifest(run.store.current() or 0).step == STEPS
+        assert run.store.manifest(run.store.current()).step == STEPS
         assert json.loads((run.config.run.dir / "actor_summary.json").read_text())["steps"] == STEPS
         assert trainer.stop() == [1, 1], "torchrun's own exit code after SIGTERM"
         logs = "".join(agent.log_path.read_text() for agent in trainer.agents)
@@ -298,14 +298,13 @@ def test_install_script_installs_what_each_image_needs(tmp_path):
             capture_output=True,
             text=True,
             timeout=840,
-            check=False,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         code = f"{imports}; import importlib.util as u; print([n for n in {sorted(absent)} if u.find_spec(n)])"
-        ran = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+        ran = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True)
         assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
         for arguments, expected in ((["serve", "--help"], 0), (["bench", "--help"], 2)):  # it is in no image
             script = [str(python.with_name("rlhf-triton")), *arguments]
-            ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+            ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
             assert ran.returncode == expected, ran.stderr
     kept.rmdir()

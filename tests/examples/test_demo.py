@@ -26,7 +26,7 @@ VERIFIER = f"{ROOT / 'configs' / 'rlvr_reward.py'}:is_correct"
 def demo(*arguments, code=0, **environment):
     command = [sys.executable, "-m", "examples.demo", *arguments]
     env = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=540, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=540)
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stderr if code else done.stdout
 

@@ -1,4 +1,4 @@
-"""TRL with Triton: GRPO on its rewards through a server crash, PPO with its critic, and TRL's reward models.
+"""TRL with Triton: GRPO on its rewards through a server crash, PPO with its critic, and exported rows of agents.
 
 Runs only in `make test-trl`.
 """
@@ -14,18 +14,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import yaml
-from bare_client import ask
 from live_system import ENVIRONMENT, POSITIONS, direct_rewards, make_run, start_system
-from peft import AutoPeftModelForSequenceClassification
 from scripted_policy import TOKENIZER, ScriptedSampler, scripted_gateway
 from tiny_checkpoints import save_tiny
-from tiny_tokenizers import POSITIONS as TEXT_POSITIONS
-from tiny_tokenizers import VOCAB, make_text_tokenizer
 from transformers import AutoTokenizer
-
-from rlhf_triton.tools.init import main
-from rlhf_triton.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
 
 CHAT = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,46 +115,3 @@ def test_trl_grpo_trains_on_exported_agent_rows(tmp_path):
         assert entry["completions/mean_length"] == np.mean(sampled)
         assert math.isfinite(entry["loss"])
         assert entry["grad_norm"] > 0
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return a folder with two reward models, as TRL's RewardTrainer writes them."""
-    folder = tmp_path_factory.mktemp("trained")
-    tokenizer = make_text_tokenizer("qwen2")
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": TEXT_POSITIONS, "pad_token_id": None}
-    save_tiny(folder / "base", "qwen2", "language", **sizes)
-    tokenizer.save_pretrained(folder / "base")
-    assert theirs("trl_reward.py", folder / "base", folder).wait() == 0
-    return folder
-
-
-@pytest.mark.parametrize("name", ["whole", "adapter"])
-def test_trl_reward_model_serves_the_scores_of_its_training(trained, tmp_path, checkpoints, name):
-    """All weights trained on texts, and a LoRA adapter on chats: the server gives TRL's own scores and accuracy."""
-    folder = trained / name / "final"
-    if name == "adapter":
-        adapted = AutoPeftModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype="float32")
-        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
-        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "merged")
-        folder = tmp_path / "merged"
-    assert main(["models", "--reward", str(folder), "--out", str(tmp_path / "my.yaml")]) == 0
-    section = yaml.safe_load((tmp_path / "my.yaml").read_text())["reward"]
-    told = json.loads((trained / f"{name}.json").read_text())
-    system = start_system(make_run(tmp_path / "run", checkpoints, reward={**section, "append_eos": name == "whole"}))
-    try:
-        scores = np.hstack([served_scores(system.run.url, told["pairs"], side) for side in ("chosen", "rejected")])
-    finally:
-        system.stop()
-    np.testing.assert_allclose(scores, told["scores"], atol=1e-5, rtol=0)
-    assert 0.5 < told["accuracy"] < 1
-    assert (scores[:, 0] > scores[:, 1]).mean() == told["accuracy"]
-
-
-def served_scores(url, pairs, side):
-    if isinstance(pairs[0][side], str):
-        return ask(url, REWARD_MODEL, {SENTENCES: texts_array([pair["prompt"] + pair[side] for pair in pairs])})[
-            REWARDS
-        ]
-    messages = [json.dumps({"messages": [*pair["prompt"], *pair[side]]}) for pair in pairs]
-    return ask(url, REWARD_MODEL, {SENTENCES: texts_array([""] * len(pairs)), METADATA: texts_array(messages)})[REWARDS]

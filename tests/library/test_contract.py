@@ -183,7 +183,7 @@ def texts(*rows):
     return np.array([[row] for row in rows], dtype=np.object_)
 
 
-def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
+def step_identity(run_id, step):
     """Read the step's identity as critic_train does."""
     return contract.optional_text("run_id", run_id), contract.optional_count("step", step, minimum=1)
 
@@ -206,7 +206,6 @@ def test_optional_inputs_are_parsed_and_have_defaults():
 )
 def test_version_range_round_trips_through_request_parameters(parameters, included, text):
     demanded = contract.VersionRange.of({**parameters, "priority": 3})
-    assert demanded is not None
     assert {version for version in range(7) if demanded.includes(version)} == included
     assert (demanded.parameters, str(demanded)) == (parameters, text)
     assert contract.VersionRange.of({"priority": 3}) is None

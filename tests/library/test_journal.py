@@ -452,7 +452,6 @@ def test_sweep_removes_temporary_files_of_dead_writers_only(journal):
     train(journal, 1)
     command = [sys.executable, "-c", WRITE_AND_STALL, str(entries_folder(journal))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == b"writing\n"
         journal.sweep()
         assert len(unfinished(journal)) == 1

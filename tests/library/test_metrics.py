@@ -183,7 +183,7 @@ def test_stderr_warnings_and_exceptions_become_log_lines(log_format):
         "from rlhf_triton.monitoring.log_lines import say\n"
         f"log_to_stderr('sidecar', RunSection(run_id='r1', log_format={log_format!r}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", start + SCRIPT], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", start + SCRIPT], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     lines = done.stderr.splitlines()
     if log_format == "text":

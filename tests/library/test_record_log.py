@@ -90,7 +90,7 @@ def test_records_after_a_damaged_one_are_read(at, tmp_path):
     data = bytearray(place.path.read_bytes())
     data[place.position + at] ^= 1
     place.path.write_bytes(bytes(data))
-    damage: list[DamagedRecord] = []
+    damage = []
     found = [record.header.get("number") for _, record in read_records(tmp_path, 1, damage.append)]
     assert (found, [error.position for error in damage]) == ([1, 3], [place.position])
 

@@ -40,7 +40,7 @@ def test_resources_left_open_by_a_failed_test_fail_no_other(tmp_path):
     (tmp_path / "test_left.py").write_text(TESTS)
     options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, "-p", "tests.conftest", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "2 failed, 2 passed" in done.stdout, done.stdout
 
 
@@ -65,6 +65,6 @@ def test_checkout_uses_its_own_code_in_another_checkouts_environment(tmp_path, a
         module.write("print('of the other checkout')\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=other, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=other, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("of the other checkout\n")

@@ -86,7 +86,6 @@ def test_a_stopped_container_and_the_drain_command_unload_every_model(tmp_path, 
         url = server.section.http_url
         fake = FAKE_TRITONSERVER.format(root=str(ROOT), url=url)
         with start_entry_point(tmp_path, fake, "-c", ENTRY_POINT, url) as container:
-            assert container.stdout is not None
             while container.stdout.readline() != "serving\n":
                 assert container.poll() is None
             container.terminate()
@@ -283,7 +282,6 @@ def printed_lines(folder, *overrides):
         cwd=folder,
         capture_output=True,
         text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -303,7 +301,6 @@ def pasted(lines, log):
             cwd="/",
             start_new_session=True,
         )
-    assert shell.stdin is not None
     try:
         shell.stdin.write(lines.encode())
         shell.stdin.close()
@@ -342,7 +339,7 @@ def test_documented_plain_tritonserver_commands_serve_rewards_in_a_clean_shell(c
     assert (folder / "runs" / "mine" / "weights" / "control.key").read_text() not in lines
     with pasted(lines, tmp_path / "log") as (server, url):
         client = block("py").replace("127.0.0.1:8000", url)
-        done = subprocess.run([sys.executable, "-c", client], cwd="/", capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", client], cwd="/", capture_output=True, text=True)
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"http://{url}/v2/repository/index", data=b"")
         sockets = [at for at in server.net_connections() if at.status == psutil.CONN_LISTEN]

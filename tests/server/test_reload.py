@@ -75,7 +75,7 @@ def test_an_update_changes_the_served_values_through_triton(live):
     live.stop_sidecar()
     reload_model(run, CRITIC, lambda config: config["parameters"].update(reload={"string_value": "triton"}))
     live.start_sidecar("critic.reload=triton")
-    before = assert_serves(run, run.store.current() or 0)
+    before = assert_serves(run, run.store.current())
     pid = run.store.serving()[0].pid
     answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=2))
     after = assert_serves(run, int(answer["weights_version"][0]))
@@ -109,7 +109,7 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live, tmp_path):
             wait_for(lambda version=answer["weights_version"][0]: version in load.versions())
             if i == 1:
                 servers = ModelServers([run.config.server.grpc_url], control_key(run.store.root))
-                (outcome,) = servers.load(run.store.current() or 0, timeout_s=120.0)
+                (outcome,) = servers.load(run.store.current(), timeout_s=120.0)
                 assert outcome.error is None
                 new = Path(shutil.copytree(run.config.reward.model, tmp_path / "new"))
                 add_tensors(new, {"score.weight": 1.5 * load_file(new / WEIGHTS_FILE)["score.weight"]})
@@ -213,7 +213,7 @@ def test_killed_critic_instance_is_replaced(several):
     if several.run.config.critic.tensor_parallel == 2:
         assert {*load.outcomes} <= {"200", "503", "404"}
     assert load.versions(-1) == {several.run.store.current()}
-    assert_stored(several.run.store, several.run.store.current() or 0, load.answers[-1][VALUES])
+    assert_stored(several.run.store, several.run.store.current(), load.answers[-1][VALUES])
 
 
 # ---- `rlhf-triton weights` without a server ----

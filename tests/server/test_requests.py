@@ -187,7 +187,6 @@ def test_a_bad_scoring_request_fails_alone(live):
     bad = [(CRITIC_INFER, arrays) for arrays, _ in BAD_SCORING]
     answers = ask_all(live.run.url, [*bad, *((CRITIC_INFER, scoring_inputs([row])) for row in rows), *bad])
     for answer, (_, sentence) in zip(answers[: len(bad)] + answers[-len(bad) :], BAD_SCORING * 2, strict=True):
-        assert isinstance(answer, Refused)
         assert (answer.code, sentence in answer.message) == ("400", True), (sentence, answer.message)
     assert_scores(live, rows, answers[len(bad) : -len(bad)])
 
@@ -235,7 +234,6 @@ def test_refused_requests_are_counted_by_status(live):
         control.probe(CRITIC_SAVE, TIMEOUT_S)
     assert refused("400", CRITIC_SAVE) == refused_saves
     (answer,) = ask_all(live.run.url, [(CRITIC, ROW, (), None, {"exact_version": 10**6})])
-    assert isinstance(answer, Refused)
     assert answer.code == "503"
     assert (refused("400"), refused("503")) == (before[0] + 1, before[1] + 1)
 

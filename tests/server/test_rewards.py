@@ -160,10 +160,9 @@ def serve_reward(live):
 
 
 @pytest.mark.slow
-def test_a_process_reward_is_served_and_trained_on(serve_reward, live, tmp_path):
+def test_a_process_reward_is_served_alone_and_beside_the_values(serve_reward, live, tmp_path):
     """A token classifier with two labels, as TRL trains them; its steps are tested in test_text_rewards.py."""
     tokenizer = make_tokenizer()
-    folder = tmp_path / "run"
     save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)
     tokenizer.save_pretrained(tmp_path)
     serve_reward(model=tmp_path, process={"separator": " "}, store=False)
@@ -172,11 +171,3 @@ def test_a_process_reward_is_served_and_trained_on(serve_reward, live, tmp_path)
     alone, beside_values = (ask(live.run.url, model, inputs) for model in (REWARD_MODEL, CRITIC_INFER))
     for name in ("rewards", "token_rewards", "step_rewards", "step_ends"):
         np.testing.assert_allclose(alone[name], beside_values[name], atol=1e-5, rtol=0)
-    settings = ["actor.steps=2", "actor.algorithm.name=grpo", "actor.algorithm.responses_per_prompt=2"]
-    code, log = run_actor(live.run, "actor-process", f"run.dir={folder}", *settings)
-    assert code == 0, log
-    for line in read_jsonl(folder / "metrics.jsonl"):
-        assert 0 < line["train_rollouts/process_rewards"] < 1
-        assert line["train_rollouts/steps_per_response"] >= 1
-        assert line["train_rollouts/masked_samples"] == 0
-        assert line["train_optim/grad_norm"] > 0

@@ -286,7 +286,6 @@ def test_shared_memory_regions_stay_while_any_owner_process_lives(tmp_path, monk
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert owner.stdout is not None
     child = psutil.Process(int(owner.stdout.readline()))
     assert remove_abandoned() == []
     owner.kill()

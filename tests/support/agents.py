@@ -9,10 +9,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 
-def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def ask(base_url, messages, **more):
     """Return the policy's reply as a message."""
     body = json.dumps({"model": "policy", "messages": messages, "temperature": 0.3, **more}).encode()
     request = urllib.request.Request(f"{base_url}/chat/completions", body, headers={"content-type": "application/json"})
@@ -20,7 +19,7 @@ def ask(base_url: str, messages: list[dict[str, Any]], **more: Any) -> dict[str,
         return json.load(reply)["choices"][0]["message"]
 
 
-def converse(base_url: str, task: dict[str, Any], turns: int = 2, tools: Any = None) -> float:
+def converse(base_url, task, turns=2, tools=None):
     """A conversation of some turns; the reward is the number of characters of the last reply."""
     messages = [*task["messages"]]
     for turn in range(turns):
@@ -29,7 +28,7 @@ def converse(base_url: str, task: dict[str, Any], turns: int = 2, tools: Any = N
     return len(messages[-2]["content"])
 
 
-async def in_two_contexts(base_url: str, task: dict[str, Any]) -> float:
+async def in_two_contexts(base_url, task):
     """Two conversations at the same time, and a third that continues the first one's begin in another way."""
     one = [*task["messages"]]
     two = [{"role": "user", "content": "Plan."}]
@@ -41,7 +40,7 @@ async def in_two_contexts(base_url: str, task: dict[str, Any]) -> float:
     return 1.5
 
 
-def rewarding(base_url: str, task: dict[str, Any]) -> None:
+def rewarding(base_url, task):
     """Post a reward for the first of two calls."""
     messages = [*task["messages"], ask(base_url, task["messages"])]
     reward = urllib.request.Request(base_url.removesuffix("/v1") + "/reward", b'{"reward": 0.25}')
@@ -49,7 +48,7 @@ def rewarding(base_url: str, task: dict[str, Any]) -> None:
     ask(base_url, [*messages, {"role": "user", "content": "More."}])
 
 
-def impatient(base_url: str, task: dict[str, Any]) -> float:
+def impatient(base_url, task):
     """Hang up during some calls."""
     address = urllib.parse.urlsplit(base_url)
     for _ in range(4):
@@ -59,7 +58,7 @@ def impatient(base_url: str, task: dict[str, Any]) -> float:
     return converse(base_url, task)
 
 
-def stubborn(base_url: str, task: dict[str, Any]) -> float:
+def stubborn(base_url, task):
     """Repeat a call that fails, and return a reward nevertheless."""
     for _ in range(3):
         with contextlib.suppress(urllib.error.HTTPError):
@@ -67,24 +66,24 @@ def stubborn(base_url: str, task: dict[str, Any]) -> float:
     return 1.0
 
 
-def failing(base_url: str, task: dict[str, Any]) -> float:
+def failing(base_url, task):
     """Fail after a call."""
     ask(base_url, task["messages"])
     raise ValueError("lost the way")
 
 
-def lingering(base_url: str, task: dict[str, Any]) -> None:
+def lingering(base_url, task):
     """Never end after a call."""
     ask(base_url, task["messages"])
     time.sleep(3600)
 
 
-def asleep(base_url: str, task: dict[str, Any]) -> None:
+def asleep(base_url, task):
     """Never begin."""
     time.sleep(3600)
 
 
-def stopping(base_url: str, task: dict[str, Any], stop: str) -> None:
+def stopping(base_url, task, stop):
     """Want a reply to end at a string; say why it cannot."""
     try:
         ask(base_url, task["messages"], stop=stop)
@@ -92,12 +91,12 @@ def stopping(base_url: str, task: dict[str, Any], stop: str) -> None:
         raise ValueError(json.load(error)["error"]["message"]) from None
 
 
-def idle(base_url: str, task: dict[str, Any]) -> float:
+def idle(base_url, task):
     """Return a reward without calling the policy."""
     return 1.0
 
 
-def wrong(base_url: str, task: dict[str, Any]) -> Any:
+def wrong(base_url, task):
     """Return what is no reward."""
     ask(base_url, task["messages"])
     return "good"

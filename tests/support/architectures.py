@@ -1,8 +1,5 @@
 """Random models of a few thousand weights of most architectures that transformers can classify rows or tokens with."""
 
-from pathlib import Path
-from typing import Any
-
 from tiny_checkpoints import save_random
 from transformers import (
     CONFIG_MAPPING,
@@ -93,7 +90,7 @@ _SETTINGS = {
 }
 
 
-def save_architecture(folder: Path, model_type: str, kind: str) -> Any:
+def save_architecture(folder, model_type, kind):
     """Save a model of `kind` (of KINDS) and return it; None if transformers has no class for it."""
     config = CONFIG_MAPPING[model_type]
     known = {*config().to_dict(), *config.attribute_map}

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -145,12 +144,8 @@ class Request:
     """Raw HTTP body that replaces tensors, outputs and parameters."""
 
 
-Draw = Callable[[st.SearchStrategy[Any]], Any]
-Change = Callable[[Draw, Request], None]
-
-
 @st.composite
-def bad_requests(draw: Draw, models: Sequence[str], key: str, defect: str | None) -> Request:
+def bad_requests(draw, models, key, defect):
     """Return a strategy of requests with a defect, of DEFECTS, and up to two others; of valid ones if it is None.
 
     Args:
@@ -167,18 +162,18 @@ def bad_requests(draw: Draw, models: Sequence[str], key: str, defect: str | None
     return request
 
 
-def array_tensor(name: str, array: np.ndarray) -> Tensor:
+def array_tensor(name, array):
     """Return a tensor with the content of an int64 or float32 array."""
     return Tensor(name, {"i": "INT64", "f": "FP32"}[array.dtype.kind], list(array.shape), array.tobytes())
 
 
-def texts_tensor(name: str, texts: Sequence[bytes]) -> Tensor:
+def texts_tensor(name, texts):
     """Return a tensor of texts, one in each row."""
     data = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
     return Tensor(name, "BYTES", [len(texts), 1], data)
 
 
-def _good(draw: Draw, model: str) -> Request:
+def _good(draw, model):
     if model == contract.CRITIC_SAVE:
         return Request(model, [array_tensor("dummy_var", np.zeros(1, np.int64))])
     rows = draw(st.integers(1, 4))
@@ -199,13 +194,13 @@ def _good(draw: Draw, model: str) -> Request:
     return Request(model, [tokens, array_tensor(contract.SEQUENCE_LENGTHS, lengths)])
 
 
-def _pick(draw: Draw, request: Request) -> Tensor:
+def _pick(draw, request):
     if not request.tensors:
         request.tensors.append(array_tensor(contract.TOKENS, np.zeros((1, 2), np.int64)))
     return draw(st.sampled_from(request.tensors))
 
 
-def _of_request(attribute: str, values: st.SearchStrategy[Any]) -> Change:
+def _of_request(attribute, values):
     """Return a change that replaces an attribute of the request; to a dictionary it adds."""
 
     def change(draw, request):
@@ -216,12 +211,12 @@ def _of_request(attribute: str, values: st.SearchStrategy[Any]) -> Change:
     return change
 
 
-def _of_tensor(attribute: str, values: st.SearchStrategy[Any]) -> Change:
+def _of_tensor(attribute, values):
     """Return a change that replaces an attribute of one of the tensors."""
     return lambda draw, request: setattr(_pick(draw, request), attribute, draw(values))
 
 
-def _odd_data(draw: Draw, request: Request) -> None:
+def _odd_data(draw, request):
     """Cut the data of one of the tensors and continue it with other bytes, to its length or another one."""
     tensor = _pick(draw, request)
     kept = draw(st.integers(0, len(tensor.data)))
@@ -229,7 +224,7 @@ def _odd_data(draw: Draw, request: Request) -> None:
     tensor.data = tensor.data[:kept] + random.Random(draw(SEEDS)).randbytes(num_other)
 
 
-def _of_number(datatype: str, dtype: type, values: Sequence[float]) -> Change:
+def _of_number(datatype, dtype, values):
     """Return a change of one number in each tensor of the type."""
 
     def change(draw, request):
@@ -242,7 +237,7 @@ def _of_number(datatype: str, dtype: type, values: Sequence[float]) -> Change:
     return change
 
 
-def _more(tensors: Callable[[int], st.SearchStrategy[Tensor]]) -> Change:
+def _more(tensors):
     """Return a change that adds a tensor, made for the number of rows of the first one, at least 1 and at most 8."""
 
     def change(draw, request):
@@ -252,27 +247,27 @@ def _more(tensors: Callable[[int], st.SearchStrategy[Tensor]]) -> Change:
     return change
 
 
-def _integers(names: Sequence[str], *shape: int) -> st.SearchStrategy[Tensor]:
+def _integers(names, *shape):
     """Return tensors of one of these names, with edge values."""
     edges = st.sampled_from(EDGES).map(lambda value: np.full(shape, value, np.int64))
     return st.builds(array_tensor, st.sampled_from(names), edges)
 
 
-def _texts(name: str, texts: Sequence[bytes], least: int, most: int) -> st.SearchStrategy[Tensor]:
+def _texts(name, texts, least, most):
     drawn = st.lists(st.sampled_from(texts), min_size=least, max_size=most)
     return drawn.map(lambda rows: texts_tensor(name, rows))
 
 
-def _sentences(rows: int, text: bytes) -> list[Tensor]:
+def _sentences(rows, text):
     return [texts_tensor(contract.SENTENCES, [*[text] * rows, b"word " * 100])]
 
 
-def _rows(count: int, width: int, length: int) -> list[Tensor]:
+def _rows(count, width, length):
     tokens = array_tensor(contract.TOKENS, np.ones((count, width), np.int64))
     return [tokens, array_tensor(contract.SEQUENCE_LENGTHS, np.full((count, 1), length, np.int64))]
 
 
-def _as_json(draw: Draw, request: Request) -> None:
+def _as_json(draw, request):
     tensor = _pick(draw, request)
     tensor.values = draw(st.sampled_from(JSON_VALUES))
     if draw(st.booleans()):
@@ -346,7 +341,7 @@ class Answer:
     """Shapes of the outputs, by name."""
 
 
-def send_http(url: str, request: Request) -> Answer:
+def send_http(url, request):
     """Send a request over HTTP; return the answer as `call` does, with the shapes of the outputs."""
     body, headers = _http_body(request)
     version = f"/versions/{request.version}" if request.version else ""
@@ -356,7 +351,7 @@ def send_http(url: str, request: Request) -> Answer:
     return answer
 
 
-def call(url: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
+def call(url, path, body, headers):
     """Send a POST request, or GET without a body."""
     with contextlib.closing(http.client.HTTPConnection(url, timeout=HANG_S)) as connection:
         try:
@@ -371,7 +366,7 @@ def call(url: str, path: str, body: bytes | None, headers: Mapping[str, str]) ->
     return Answer(str(answer.status), content[:length].decode("utf-8", "replace"))
 
 
-def _http_body(request: Request) -> tuple[bytes, dict[str, str]]:
+def _http_body(request):
     if request.body is not None:
         return request.body, {}
     inputs = []
@@ -392,13 +387,13 @@ def _http_body(request: Request) -> tuple[bytes, dict[str, str]]:
 
 
 @contextlib.contextmanager
-def grpc_sender(url: str) -> Iterator[Callable[[Request], Answer]]:
+def grpc_sender(url):
     """Yield a function that sends a request over one gRPC channel; each thread needs its own."""
     with grpc.insecure_channel(url, options=[*LARGEST_MESSAGE, ("grpc.enable_http_proxy", 0)]) as channel:
         yield partial(_send_grpc, service_pb2_grpc.GRPCInferenceServiceStub(channel))
 
 
-def _send_grpc(stub: Any, request: Request) -> Answer:
+def _send_grpc(stub, request):
     try:
         metadata = [(name.lower(), value) for name, value in request.headers.items() if value.isprintable()]
         answer = stub.ModelInfer(_message(request), timeout=HANG_S, metadata=metadata)
@@ -408,7 +403,7 @@ def _send_grpc(stub: Any, request: Request) -> Answer:
     return Answer("200", "", shapes)
 
 
-def _message(request: Request) -> Any:
+def _message(request):
     message = service_pb2.ModelInferRequest(model_name=request.model, model_version=request.version)
     for tensor in request.tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)

@@ -1,12 +1,7 @@
 """A client without checks or retries, for requests that the project's own client would not send."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-import numpy as np
 from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -15,7 +10,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 class Refused(Exception):
     """The server answered with an error."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code, message):
         super().__init__(f"HTTP {code}: {message}")
         self.code = code
         self.message = message
@@ -24,25 +19,25 @@ class Refused(Exception):
 class BareClient:
     """Sends any tensors under any names, as another project's client may; an async context manager."""
 
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url, *, headers=None):
         self._url = url
         self._headers = dict(headers or {})
 
-    async def __aenter__(self) -> BareClient:
+    async def __aenter__(self):
         self._http = InferenceServerClient(self._url, conn_limit=256)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self._http.close()
 
     async def infer(
         self,
-        model: str,
-        arrays: Mapping[str, np.ndarray],
-        outputs: Sequence[str] = (),
-        timeout_us: int | None = None,
-        parameters: Mapping[str, Any] | None = None,
-    ) -> dict[str, np.ndarray]:
+        model,
+        arrays,
+        outputs=(),
+        timeout_us=None,
+        parameters=None,
+    ):
         """Return the outputs, all if none are named. `timeout_us` is Triton's queue timeout. Raises Refused."""
         inputs = []
         for name, array in arrays.items():
@@ -64,10 +59,7 @@ class BareClient:
         return {item["name"]: answer.as_numpy(item["name"]) for item in answer.get_response()["outputs"]}
 
 
-Answer = dict[str, np.ndarray]
-
-
-def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
+def ask_all(url, requests, *, headers=None):
     """Send requests, each the arguments of `infer`, concurrently; return the answers in their order."""
 
     async def together():
@@ -84,13 +76,13 @@ def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | N
 
 
 def ask(
-    url: str,
-    model: str,
-    arrays: Mapping[str, np.ndarray],
-    outputs: Sequence[str] = (),
+    url,
+    model,
+    arrays,
+    outputs=(),
     *,
-    headers: Mapping[str, str] | None = None,
-) -> Answer:
+    headers=None,
+):
     """Send one request and return its outputs. Raises Refused."""
     (answer,) = ask_all(url, [(model, arrays, outputs)], headers=headers)
     if isinstance(answer, Refused):

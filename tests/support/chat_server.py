@@ -6,8 +6,6 @@ No model runs in it: the last line of the message it receives says what to reply
 import collections
 import json
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 from http_server import HttpServer
 
@@ -15,20 +13,20 @@ from http_server import HttpServer
 class ChatServer(HttpServer):
     """`requests` has the bodies, `headers` those of the last one."""
 
-    def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.headers: Mapping[str, str] = {}
+    def __init__(self):
+        self.requests = []
+        self.headers = {}
         self.retry_after = "0"
-        self._seen: collections.Counter[str] = collections.Counter()
+        self._seen = collections.Counter()
         self._lock = threading.Lock()
         super().__init__()
 
     @property
-    def url(self) -> str:
+    def url(self):
         """Address with the version."""
         return f"{super().url}/v1"
 
-    def reply(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def reply(self, path, headers, body):
         assert path == "/v1/chat/completions"
         with self._lock:
             self.requests.append(json.loads(body))
@@ -57,12 +55,12 @@ class ChatServer(HttpServer):
         return replies.get(what, (200, {}, seven if what.endswith("once") else completion(what)))
 
 
-def refusal(message: str) -> bytes:
+def refusal(message):
     """Return the body of an error."""
     return json.dumps({"error": {"message": message}}).encode()
 
 
-def completion(text: str | None, reason: str = "stop") -> bytes:
+def completion(text, reason="stop"):
     """Return the body of a reply."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
     return json.dumps({"choices": [choice]}).encode()

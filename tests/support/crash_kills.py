@@ -6,16 +6,11 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
-from typing import Any
 
 import psutil
-from crash_system import RANK, Background, DisturbedSystem
-from crash_traffic import Traffic
+from crash_system import RANK, Background
 
 from rlhf_triton.client.control_plane import ModelServers
-from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.journal import Journal
@@ -32,7 +27,7 @@ REWIND_EVERY = 3  # kills
 HASTE = 0.3  # share of the kills that do not wait for a step to be trained after the last kill
 
 
-def plan_kills(num_kills: int, seed: int, *, ranks: int = 1) -> list[tuple[str, str]]:
+def plan_kills(num_kills, seed, *, ranks=1):
     """Return (victim, kill point) of each kill; for every seed, 42 kills cover each pair once.
 
     Args:
@@ -50,7 +45,7 @@ def plan_kills(num_kills: int, seed: int, *, ranks: int = 1) -> list[tuple[str, 
 class Points:
     """Waits for the kill points of one run: for a name, a file or a heartbeat that was not there before."""
 
-    def __init__(self, config: RunConfig, shared_memory: Path, region_prefix: str) -> None:
+    def __init__(self, config, shared_memory, region_prefix):
         journal = Journal(config.run.journal_dir, config.run.identity)
         entries = config.run.journal_dir / config.run.identity / "entries"
         versions = config.run.weights_dir
@@ -64,7 +59,7 @@ class Points:
             beat = journal.heartbeat()
             return {("heartbeat", beat.time)} if beat is not None and beat.state == "idle" else set()
 
-        self.looks: dict[str, Callable[[], set[Hashable]]] = {
+        self.looks = {
             "journal write": lambda: _names(entries),
             "training": lambda: _names(entries, lambda name: name.endswith(".train")),
             "verify": lambda: _names(versions, _is_new_folder),
@@ -74,7 +69,7 @@ class Points:
             "idle": idle,
         }
 
-    def wait(self, point: str, timeout_s: float, give_up: threading.Event) -> str | None:
+    def wait(self, point, timeout_s, give_up):
         """Return what was seen when the kill point came; None if it does not within `timeout_s`, or after `give_up`."""
         look = self.looks[point]
         before = look()
@@ -86,16 +81,16 @@ class Points:
         return str(min(seen, key=str))
 
 
-def _names(folder: Path, counts: Callable[[str], bool] = bool) -> set[Hashable]:
+def _names(folder, counts=bool):
     names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - names, a thousand times a second
     return {name for name in names if counts(name)}
 
 
-def _is_new_folder(name: str) -> bool:
+def _is_new_folder(name):
     return name.isdigit() or name.startswith(".staging-")
 
 
-def stop_for(process: psutil.Process, seconds: float, give_up: threading.Event) -> bool:
+def stop_for(process, seconds, give_up):
     """Stop the process for `seconds`; return False if it has ended."""
     try:
         process.send_signal(signal.SIGSTOP)
@@ -106,7 +101,7 @@ def stop_for(process: psutil.Process, seconds: float, give_up: threading.Event) 
     return True
 
 
-def stop_accepting(system: DisturbedSystem) -> Callable[[], None]:
+def stop_accepting(system):
     """Stop critic_train during a journal write, if one comes within CATCH_S; return a function that continues it."""
     entries = system.config.run.journal_dir / system.config.run.identity / "entries"
     stubs = system.processes_of("critic_train")
@@ -126,7 +121,7 @@ def stop_accepting(system: DisturbedSystem) -> Callable[[], None]:
     return resume
 
 
-def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+def _signal(processes, number):
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -141,13 +136,13 @@ class Killer:
 
     def __init__(
         self,
-        system: DisturbedSystem,
-        traffic: Traffic,
-        plan: Sequence[tuple[str, str]],
-        generator: random.Random,
-    ) -> None:
-        self.kills: list[dict[str, Any]] = []
-        self.done: list[tuple[str, str]] = []
+        system,
+        traffic,
+        plan,
+        generator,
+    ):
+        self.kills = []
+        self.done = []
         """(victim, kill point) of each kill that was carried out or given up after its last attempt."""
         self._system = system
         self._traffic = traffic
@@ -157,7 +152,7 @@ class Killer:
         self.thread = Background("killer", self._run)
         self._give_up = self.thread.given_up
 
-    def _run(self) -> None:
+    def _run(self):
         try:
             self._until(lambda: self._traffic.last_step >= 3, "step 3 was not trained")
             for number, (victim, point) in enumerate(self._plan):
@@ -174,7 +169,7 @@ class Killer:
         finally:
             self._traffic.hold.clear()
 
-    def _one(self, victim: str, point: str, way: str) -> bool:
+    def _one(self, victim, point, way):
         trained = self._traffic.last_step
         self._until(self._system.is_whole, f"the system did not recover before killing the {victim}")
         if self._random.random() > HASTE:
@@ -209,21 +204,21 @@ class Killer:
         )
         return hit
 
-    def _reload_critic(self) -> None:
+    def _reload_critic(self):
         """Load the critic through Triton, as the supervisor and `critic.reload: triton` do."""
         config = self._system.config
         ModelServers([config.server.grpc_url], control_key(config.run.weights_dir)).load(0, timeout_s=60.0)
 
-    def _hit(self, process: psutil.Process, way: str) -> bool:
+    def _hit(self, process, way):
         if way == "stopped":
             return stop_for(process, self._random.uniform(0, STOP_S), self._give_up)
         return self._system.kill(process)
 
-    def _processes(self, victim: str) -> list[psutil.Process]:
+    def _processes(self, victim):
         self._until(lambda: bool(self._system.processes_of(victim)), f"there is no {victim} to kill")
         return self._system.processes_of(victim)
 
-    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
+    def _until(self, condition, otherwise):
         deadline = time.monotonic() + RECOVERY_S
         while not condition():
             if self._give_up.is_set() or not self._traffic.thread.is_alive():

@@ -1,17 +1,14 @@
 """The system that the crash tests kill and restart: servers with their supervisors, the sidecar, and an actor."""
 
 import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from live_system import Checkpoints, make_run
+from live_system import make_run
 
 from rlhf_triton.config import load_config
 from rlhf_triton.monitoring.log_lines import say
@@ -31,19 +28,19 @@ from rlhf_triton.tools.server.vllm import VllmServer
 class Background(threading.Thread):
     """A thread that runs `work` and keeps the error that ends it."""
 
-    def __init__(self, name: str, work: Callable[[], None]) -> None:
+    def __init__(self, name, work):
         """`work` returns soon after `given_up` is set."""
         super().__init__(target=work, name=name, daemon=True)
-        self.error: BaseException | None = None
+        self.error = None
         self.given_up = threading.Event()
 
-    def run(self) -> None:
+    def run(self):
         try:
             super().run()
         except BaseException as error:  # thread edge: the main thread reports it
             self.error = error
 
-    def give_up(self) -> None:
+    def give_up(self):
         """Set `given_up`, and wait for the thread if it has been started."""
         self.given_up.set()
         if self.is_alive():
@@ -74,7 +71,7 @@ PROGRAMS = {
 }
 
 
-def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Path:
+def make_crash_run(folder, checkpoints, ranks=1):
     """Write the YAML of a run in `folder`; return its path. All versions are kept: each is compared with another's."""
     trainer = {
         "warmup_steps": 2,
@@ -91,7 +88,7 @@ def make_crash_run(folder: Path, checkpoints: Checkpoints, ranks: int = 1) -> Pa
 class DisturbedSystem:
     """Servers and programs of a run. Call `restart_killed` from the main thread; `kill` from any thread."""
 
-    def __init__(self, path: Path, generator: random.Random, programs: Sequence[str] = ("sidecar",)) -> None:
+    def __init__(self, path, generator, programs=("sidecar",)):
         """Start the servers, wait until they are ready, and start the programs, of PROGRAMS.
 
         vLLM is one of the servers if `actor.generation.vllm.servers` has its address.
@@ -100,13 +97,13 @@ class DisturbedSystem:
             ServerStartError: a server does not start.
         """
         self.config = load_config(path)
-        self.troubles: list[str] = []
+        self.troubles = []
         """Processes that ended, or did not start, without having been killed."""
         self._path = path
         self._random = generator
-        self._children: dict[str, list[Child]] = {program: [] for program in programs}
-        self._restart_at: dict[str, float] = {}
-        self._killed: set[int] = set()
+        self._children = {program: [] for program in programs}
+        self._restart_at = {}
+        self._killed = set()
         self._failed_starts = 0
         ensure_first_version(self.config, path, [])
         self._supervisor = supervised(self.config, log=_say_restarts, check=lambda: None)
@@ -118,16 +115,16 @@ class DisturbedSystem:
             self._start(program)
 
     @property
-    def region_prefix(self) -> str:
+    def region_prefix(self):
         """Common prefix of the names of all shared-memory regions."""
         return f"rlhf-{os.getpid()}-"
 
     @property
-    def victims(self) -> list[str]:
+    def victims(self):
         """Names of the processes: the programs, tritonserver, and its models with a process of their own."""
         return [*self._children, "tritonserver", *sorted(self._supervisor.server.processes())]
 
-    def restart_killed(self) -> None:
+    def restart_killed(self):
         """Restart the processes that were killed.
 
         Raises:
@@ -145,7 +142,7 @@ class DisturbedSystem:
             for program in self._children:
                 self._restart_if_killed(program)
 
-    def is_whole(self) -> bool:
+    def is_whole(self):
         """Whether server and programs run, every model has its process, and no rank is missing."""
         server = self._supervisor.server
         pids = {server.pid, *(child.process.pid for child in self._newest()), *(vllm.server.pid for vllm in self._vllm)}
@@ -155,7 +152,7 @@ class DisturbedSystem:
             return False
         return all(server.processes().values()) and len(self.ranks()) == self.config.trainer.ranks
 
-    def processes_of(self, victim: str) -> list[psutil.Process]:
+    def processes_of(self, victim):
         """Return the victim's processes; empty while there is none."""
         try:
             if victim.startswith(RANK):
@@ -170,7 +167,7 @@ class DisturbedSystem:
             return []
         return self._supervisor.server.processes()[victim]
 
-    def ranks(self) -> list[psutil.Process]:
+    def ranks(self):
         """Return the processes that train the critic: those of the ranks, or the sidecar itself if it trains alone."""
         try:
             sidecar = psutil.Process(self._children["sidecar"][-1].process.pid)
@@ -179,7 +176,7 @@ class DisturbedSystem:
         except psutil.NoSuchProcess:
             return []
 
-    def await_end(self, ranks: Sequence[psutil.Process]) -> float:
+    def await_end(self, ranks):
         """Wait until these processes have ended, at most GONE_S, which counts as a failure; return the seconds."""
         start = time.monotonic()
         while any(map(is_alive, ranks)):
@@ -189,7 +186,7 @@ class DisturbedSystem:
             time.sleep(POLL_S)
         return time.monotonic() - start
 
-    def kill(self, process: psutil.Process) -> bool:
+    def kill(self, process):
         """Send SIGKILL; return False if the process has ended."""
         self._killed.add(process.pid)
         try:
@@ -198,13 +195,13 @@ class DisturbedSystem:
             return False
         return True
 
-    def stop_program(self, program: str) -> None:
+    def stop_program(self, program):
         """Stop a program as `rlhf-triton run` does, which makes it write its last checkpoint."""
         child = self._children[program][-1]
         if child.stop(signal.SIGTERM, STOP_S) != PROGRAMS[program].stopped:
             self.troubles.append(f"when stopped at the end, {child.exit_message()}")
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop programs and servers."""
         for child in self._newest():
             child.stop(signal.SIGTERM, STOP_S)
@@ -212,7 +209,7 @@ class DisturbedSystem:
             vllm.stop()
         self._supervisor.stop()
 
-    def leftovers(self) -> list[str]:
+    def leftovers(self):
         """Return shared memory, processes and unfinished folders that are left after `stop`."""
         regions = [f"shared memory {path.name}" for path in SHARED_MEMORY.glob(f"{self.region_prefix}*")]
         folders = [self.config.run.weights_dir, self.config.run.dir / "checkpoints" / "critic"]
@@ -225,7 +222,7 @@ class DisturbedSystem:
         ]
         return regions + unfinished + processes
 
-    def check_run(self, last: int) -> None:
+    def check_run(self, last):
         """Check a run that has been stopped after step `last`: only killed processes ended, and none is left; each step
         has trained the critic once and has its line of metrics, and every response was scored.
         """
@@ -234,7 +231,6 @@ class DisturbedSystem:
         run_dir = self.config.run.dir
         current = self.store.current()
         critic = read_state(run_dir / "checkpoints" / "critic" / str(last))
-        assert current is not None
         # A step is one optimizer step, so the critic's checkpoint counts its updates.
         trained = (critic["step"], critic["optimizer_step"], self.store.manifest(current).step)
         assert trained == (last, last, last), "each step trained the critic once"
@@ -244,11 +240,11 @@ class DisturbedSystem:
         assert {line["train_rollouts/masked_samples"] for line in steps} == {0}, "every response was scored"
 
     @property
-    def store(self) -> WeightsStore:
+    def store(self):
         """The critic's versions."""
         return WeightsStore(self.config.run.weights_dir)
 
-    def _is_ours(self, command: list[str], run: str) -> bool:
+    def _is_ours(self, command, run):
         is_stub = any(argument.startswith(self.region_prefix) for argument in command)
         return (
             is_stub
@@ -257,10 +253,10 @@ class DisturbedSystem:
             or (bool(self._vllm) and self.config.actor.generation.vllm.command in command)
         )
 
-    def _newest(self) -> list[Child]:
+    def _newest(self):
         return [children[-1] for children in self._children.values()]
 
-    def _restart_if_killed(self, program: str) -> None:
+    def _restart_if_killed(self, program):
         child = self._children[program][-1]
         if child.poll() is None:
             return
@@ -272,13 +268,13 @@ class DisturbedSystem:
             del self._restart_at[program]
             self._start(program)
 
-    def _start(self, program: str) -> None:
+    def _start(self, program):
         kind = PROGRAMS[program]
         children = self._children[program]
         log = self.config.run.logs_dir / f"{program}-{len(children):03d}.log"
         children.append(Child(kind.name, [kind.module, "--config", str(self._path)], log, LIBRARY_ENV))
 
 
-def _say_restarts(line: str) -> None:
+def _say_restarts(line):
     if "died" in line or ("serv" in line and "again" in line):
         say(f"  {line.splitlines()[0]}")

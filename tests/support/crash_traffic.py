@@ -5,21 +5,18 @@ import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 from unittest.mock import patch
 
 import numpy as np
 from crash_system import Background
 
 import rlhf_triton.client.client
-from rlhf_triton.client.client import TrainAnswer, TritonClient
+from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
 from rlhf_triton.config import ClientSection
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
-T = TypeVar("T")
 VOCAB_SIZE = 100
 # rows per batch, and most tokens per row
 ROWS = 48
@@ -40,17 +37,13 @@ WRITING_RETRIES = 2
 WRITING_DEADLINE_S = 10.0
 
 
-StopAccepting = Callable[[], Callable[[], None]]
-"""Stops (SIGSTOP) critic_train during a write to the journal, if one comes; returns a function that continues it."""
-
-
 @dataclass(frozen=True)
 class Served:
     """A scoring answer; equal answers are counted together."""
 
     probe: int
     """Index of the probe request."""
-    versions: tuple[int, ...]
+    versions: tuple
     """weights_version of each row."""
     rewards: bytes
     """Bytes of a float32 array `[n]`."""
@@ -63,28 +56,28 @@ class RequestRecord:
     """Record of requests and answers; times are seconds since the start."""
 
     start: float = field(default_factory=time.monotonic)
-    trained: list[tuple[int, float, TrainAnswer]] = field(default_factory=list)
+    trained: list = field(default_factory=list)
     """(step, time, answer), in the order of the answers."""
-    repeated: list[tuple[int, TrainAnswer]] = field(default_factory=list)
+    repeated: list = field(default_factory=list)
     """(step, answer) of steps that were sent again after their answer."""
-    saved: list[tuple[int, float, int]] = field(default_factory=list)
+    saved: list = field(default_factory=list)
     """(step, time, weights_version) of critic_save."""
-    rewound: list[tuple[int, float, int]] = field(default_factory=list)
+    rewound: list = field(default_factory=list)
     """(step, time, weights_version) of rewinds; answers that a rewind invalidated are removed from the lists above."""
-    served: Counter[Served] = field(default_factory=Counter)
+    served: Counter = field(default_factory=Counter)
     """Distinct scoring answers and how often each came."""
-    stale: list[tuple[float, int, int]] = field(default_factory=list)
+    stale: list = field(default_factory=list)
     """(time, version, served version) of scores by a version older than one that the server had reported as served."""
-    failures: list[tuple[float, str, str]] = field(default_factory=list)
+    failures: list = field(default_factory=list)
     """(time, client, reason) of requests that a client gave up; the client then sends another."""
-    refusals: list[str] = field(default_factory=list)
+    refusals: list = field(default_factory=list)
     """Requests of the writer that were rejected, or not answered in time, although all are valid."""
 
-    def now(self) -> float:
+    def now(self):
         """Return the seconds since the start."""
         return time.monotonic() - self.start
 
-    def rewind(self, step: int, version: int) -> None:
+    def rewind(self, step, version):
         """Record a rewind to `step`, and remove the answers about later steps."""
         self.rewound.append((step, self.now(), version))
         self.trained = [item for item in self.trained if item[0] <= step]
@@ -92,7 +85,7 @@ class RequestRecord:
         self.saved = [item for item in self.saved if item[0] <= step]
 
 
-def batch(seed: int, step: int) -> dict[str, np.ndarray]:
+def batch(seed, step):
     """Return the padded training payload of `step`: ragged rows of several micro-batches, the same on every machine."""
     generator = np.random.default_rng([seed, step])
     rows = ROWS * (LARGE if step % LARGE_EVERY == 0 else 1)
@@ -109,7 +102,7 @@ def batch(seed: int, step: int) -> dict[str, np.ndarray]:
     }
 
 
-def probes(seed: int) -> list[list[np.ndarray]]:
+def probes(seed):
     """Return the requests that are sent repeatedly: four requests, with one to four rows."""
     generator = np.random.default_rng([seed, 0])
     return [
@@ -121,8 +114,8 @@ def probes(seed: int) -> list[list[np.ndarray]]:
 class Traffic:
     """Runs the writer, which begins with step 1, and the scorers in its `thread`, until the writer ends."""
 
-    def __init__(self, url: str, run_id: str, seed: int, stop_accepting: StopAccepting) -> None:
-        """`stop_accepting`: see `StopAccepting`."""
+    def __init__(self, url, run_id, seed, stop_accepting):
+        """`stop_accepting` stops critic_train (SIGSTOP) during a write to the journal; it returns what continues it."""
         self.record = RequestRecord()
         self.hold = threading.Event()
         """While set, the writer sends no further request."""
@@ -137,25 +130,25 @@ class Traffic:
         self._probes = probes(seed)
         self._choice = np.random.default_rng([seed, 1, 1])
         self._promised = 0
-        self._last_step: int | None = None
+        self._last_step = None
         self._done = threading.Event()
         self.thread = Background("traffic", lambda: asyncio.run(self._converse()))
         self._give_up = self.thread.given_up
 
-    def finish(self, more_steps: int) -> None:
+    def finish(self, more_steps):
         """Let the writer send `more_steps` further steps and a save, and then end."""
         self._last_step = self.last_step + more_steps
 
     @property
-    def last_step(self) -> int:
+    def last_step(self):
         """The last step that the server acknowledged; 0 if there is none."""
         return self.record.trained[-1][0] if self.record.trained else 0
 
-    async def _converse(self) -> None:
+    async def _converse(self):
         with patch.object(rlhf_triton.client.client, "TRAIN_DEADLINE_S", WRITING_DEADLINE_S):
             await self._send_until_done()
 
-    async def _send_until_done(self) -> None:
+    async def _send_until_done(self):
         async with (
             TritonClient(self._url, IMPATIENT, retries=1) as scoring,
             TritonClient(self._url, IMPATIENT, retries=WRITING_RETRIES) as writing,
@@ -167,7 +160,7 @@ class Traffic:
                 self._done.set()
                 await asyncio.gather(*scorers)
 
-    async def _write(self, client: TritonClient) -> None:
+    async def _write(self, client):
         step = 0
         while not self._give_up.is_set() and step != self._last_step:
             if self.rewind_now.is_set() and (step + 1) % LARGE_EVERY == 0:
@@ -191,11 +184,11 @@ class Traffic:
             while self.hold.is_set() and not self._give_up.is_set():
                 await asyncio.sleep(0.005)
 
-    def earliest_rewind(self, step: int) -> int:
+    def earliest_rewind(self, step):
         """Return the earliest step to which the critic can go back from `step`; see `REWIND_BY`."""
         return max(step - REWIND_BY, 0, *(done for done, _, _ in (*self.record.saved, *self.record.rewound[-1:])))
 
-    async def _rewind(self, client: TritonClient, step: int) -> int:
+    async def _rewind(self, client, step):
         """Rewind while the next step is being accepted, as if an actor died and resumed; return the new last step."""
         target = int(self._choice.integers(self.earliest_rewind(step), step, endpoint=True))
         async with TritonClient(self._url, IMPATIENT, retries=WRITING_RETRIES) as earlier:
@@ -213,15 +206,15 @@ class Traffic:
         self._promised = version
         return target
 
-    async def _repeat(self, client: TritonClient, step: int) -> None:
+    async def _repeat(self, client, step):
         answer = await self._until_answered(f"step {step}, repeated", self._training(client, step))
         if answer is not None:
             self.record.repeated.append((step, answer))
 
-    def _training(self, client: TritonClient, step: int) -> Callable[[], Awaitable[TrainAnswer]]:
+    def _training(self, client, step):
         return functools.partial(client.train, batch(self._seed, step), run_id=self._run_id, step=step)
 
-    async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T | None:
+    async def _until_answered(self, what, ask):
         """Retry until answered; return the answer, or None if rejected, after STEP_PATIENCE_S, or when traffic ends."""
         give_up_at = time.monotonic() + STEP_PATIENCE_S
         while not self._give_up.is_set():
@@ -235,14 +228,14 @@ class Traffic:
             await asyncio.sleep(0.2)
         return None
 
-    async def _score(self, client: TritonClient, number: int) -> None:
+    async def _score(self, client, number):
         turn = number
         while not self._done.is_set():
             turn += 1
             await self._score_once(client, turn % len(self._probes))
             await asyncio.sleep(SCORER_PAUSE_S)
 
-    async def _score_once(self, client: TritonClient, probe: int) -> None:
+    async def _score_once(self, client, probe):
         promised = self._promised
         try:
             answer = await client.score(self._probes[probe], (REWARDS, VALUES, WEIGHTS_VERSION))

@@ -5,7 +5,6 @@ import itertools
 import math
 import signal
 import sys
-from typing import Any
 
 import numpy as np
 from aiohttp import web
@@ -17,7 +16,7 @@ VOCAB_SIZE = 200  # as that of live_system; the first three tokens are special
 EOS = 1
 
 
-def response(seed: int, max_tokens: int) -> list[int]:
+def response(seed, max_tokens):
     """Return the tokens of the response to a request with this seed; some are cut off at `max_tokens`."""
     generator = np.random.default_rng(seed)
     length = int(MEDIAN_TOKENS * generator.lognormal(0.0, 0.8))
@@ -27,13 +26,13 @@ def response(seed: int, max_tokens: int) -> list[int]:
 class SeededVllm(FakeVllm):
     """Samples token by token, each with the weights that are loaded then; pauses between tokens."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port):
         super().__init__()
         self._port = port
         self._running = asyncio.Event()
         self._running.set()
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request):
         if request.path == "/health":
             return web.Response()
         if request.path == "/pause":
@@ -42,7 +41,7 @@ class SeededVllm(FakeVllm):
             self._running.set()
         return await super()._handle(request)
 
-    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def _generate(self, request, body):
         tokens = response(body["sampling_params"]["seed"], body["sampling_params"]["max_tokens"])
         versions = []
         for _ in tokens:
@@ -62,12 +61,12 @@ class SeededVllm(FakeVllm):
         return web.json_response({"choices": [choice]})
 
 
-def main() -> None:
+def main():
     """Serve at the `--port` of the command line until SIGTERM."""
     asyncio.run(_serve(int(sys.argv[sys.argv.index("--port") + 1])))
 
 
-async def _serve(port: int) -> None:
+async def _serve(port):
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     async with SeededVllm(port):

@@ -1,14 +1,10 @@
 """Clients that keep a model of a live server busy, and record its answers."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Sequence
 
-import numpy as np
 from aiohttp import ClientError
-from bare_client import Answer, BareClient, Refused
+from bare_client import BareClient, Refused
 from live_system import scoring_inputs, wait_for
 
 from rlhf_triton.wire.contract import CRITIC, WEIGHTS_VERSION
@@ -17,9 +13,7 @@ from rlhf_triton.wire.contract import CRITIC, WEIGHTS_VERSION
 class CriticLoad:
     """Clients that send `rows` until the block ends, each `pause_s` after its last answer."""
 
-    def __init__(
-        self, url: str, rows: Sequence[np.ndarray], *, model: str = CRITIC, clients: int = 8, pause_s: float = 0.0
-    ) -> None:
+    def __init__(self, url, rows, *, model=CRITIC, clients=8, pause_s=0.0):
         self._url = url
         self._rows = rows
         self._model = model
@@ -27,14 +21,14 @@ class CriticLoad:
         self._pause_s = pause_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._send_all()))
-        self.answers: list[Answer] = []
-        self.outcomes: list[str] = []  # HTTP statuses, and names of errors
+        self.answers = []
+        self.outcomes = []  # HTTP statuses, and names of errors
 
-    def versions(self, start: int = 0, *, name: str = WEIGHTS_VERSION) -> set[int]:
+    def versions(self, start=0, *, name=WEIGHTS_VERSION):
         """The versions of the answers from `start` on."""
         return {int(answer[name][0, 0]) for answer in self.answers[start:]}
 
-    def __enter__(self) -> CriticLoad:
+    def __enter__(self):
         self._thread.start()
         try:
             wait_for(lambda: len(self.answers) > self._clients)
@@ -43,15 +37,15 @@ class CriticLoad:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stop.set()
         self._thread.join()
 
-    async def _send_all(self) -> None:
+    async def _send_all(self):
         async with BareClient(self._url) as client:
             await asyncio.gather(*(self._send(client) for _ in range(self._clients)))
 
-    async def _send(self, client: BareClient) -> None:
+    async def _send(self, client):
         while not self._stop.is_set():
             outcome = "200"
             try:

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from rlhf_triton import EnvironmentLost
 
@@ -41,15 +40,15 @@ class IncrementEnv:
 class Tools:
     """TRL's shape, async, with faulty tools and a `close`."""
 
-    def __init__(self, log: str = os.devnull) -> None:
+    def __init__(self, log=os.devnull):
         self.log = log
 
-    async def reset(self, target: int, **kwargs: Any) -> None:
+    async def reset(self, target, **kwargs):
         """Begin without an observation; `kwargs` has the other columns."""
         self.target = target
         self.columns = sorted(kwargs)
 
-    async def get_reward(self) -> float:
+    async def get_reward(self):
         """Return the row's target."""
         await asyncio.sleep(0)
         return self.target
@@ -65,7 +64,7 @@ class Tools:
         await asyncio.sleep(0)
         return f"{where} {times} {self.columns}"
 
-    def fail(self, how: str) -> Any:
+    def fail(self, how: str):
         """
         Fail.
 
@@ -76,7 +75,7 @@ class Tools:
             raise EnvironmentLost("the sandbox is gone")
         return {"raise": lambda: {}["key"], "huge": lambda: "x" * 30000, "exit": lambda: os._exit(3)}[how]()
 
-    def close(self) -> None:
+    def close(self):
         """Write that it was called."""
         with Path(self.log).open("a") as file:
             file.write("closed")
@@ -87,21 +86,21 @@ class Doing:
 
     meeting = threading.Barrier(64)
 
-    def __init__(self, first: str = "hello", *, timeout_s: float) -> None:
+    def __init__(self, first="hello", *, timeout_s):
         self.first = first
         self.timeout_s = timeout_s
         self.thread = threading.get_ident()
 
-    def reset(self, row: dict[str, Any]) -> Any:
+    def reset(self, row):
         """Return the option, after what the row says."""
         return self._act(row["do"]) if "do" in row else f"{self.first} {row.get('name')} {self.timeout_s:g}"
 
-    def step(self, action: str) -> Any:
+    def step(self, action):
         """Return the action with a reward of its length, unless it says something else."""
         result = self._act(action)
         return result if isinstance(result, tuple) else (result, len(action), action == "end")
 
-    def _act(self, action: str) -> Any:
+    def _act(self, action):
         results = {
             "five": ("five", True, False, True, {}),
             "two": ("two", 1.0),
@@ -117,7 +116,7 @@ class Doing:
         }
         return results[action] if action in results else self._live(action)
 
-    def _live(self, action: str) -> Any:
+    def _live(self, action):
         assert threading.get_ident() == self.thread
         actions = {
             "raise": lambda: int("no such move"),
@@ -143,12 +142,12 @@ class Coroutines:
     arrived = 0
     all_are_here = asyncio.Event()
 
-    async def reset(self, name: str, missing: str = "default") -> str:
+    async def reset(self, name, missing="default"):
         """Return the row's column."""
         await asyncio.sleep(0)
         return f"{name} {missing}"
 
-    async def step(self, action: str) -> tuple[str, float, bool]:
+    async def step(self, action):
         """Wait for the others."""
         Coroutines.arrived += 1
         if Coroutines.arrived == 64:
@@ -157,12 +156,12 @@ class Coroutines:
         return action, 0.5, True
 
 
-def by_state(environments: list[Any], target: list[int]) -> list[float | None]:
+def by_state(environments, target):
     """Score by an environment's state and the row's columns."""
     return [10.0 * target[0] + environments[0].target]
 
 
-def two(environments: list[Any], **columns: list[Any]) -> list[float]:
+def two(environments, **columns):
     """Return a score too many."""
     return [1.0, 2.0]
 
@@ -170,7 +169,7 @@ def two(environments: list[Any], **columns: list[Any]) -> list[float]:
 class Countdown:
     """Ends after `turns` turns of the row; below 0, `reset` fails, or the first step."""
 
-    def reset(self, row: dict[str, Any]) -> str:
+    def reset(self, row):
         """Return how many turns are left."""
         self.left = row["turns"]
         self.seed = row["seed"]
@@ -178,7 +177,7 @@ class Countdown:
             raise ValueError(f"{self.left} turns")
         return f" {self.left} left, seed {self.seed}."
 
-    def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action):
         """Count; the last turn has a reward of 2, those before 0.5."""
         if self.left < 0:
             raise ValueError(f"{self.left} turns")
@@ -189,7 +188,7 @@ class Countdown:
 class Unplaced(Countdown):
     """Has no place on rank 1."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         if os.environ.get("RANK") == "1":
             raise ValueError("no place")
 
@@ -199,10 +198,10 @@ class Fragile(Countdown):
 
     steps = 0
 
-    def __init__(self, losses: int) -> None:
+    def __init__(self, losses):
         self.losses = losses
 
-    def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action):
         """Count, or fail."""
         Fragile.steps += 1
         if Fragile.steps <= self.losses:
@@ -213,10 +212,10 @@ class Fragile(Countdown):
 class Logged(Countdown):
     """Writes a line for each step."""
 
-    def __init__(self, log: str = os.devnull) -> None:
+    def __init__(self, log=os.devnull):
         self.log = log
 
-    def step(self, action: str) -> tuple[str, float, bool]:
+    def step(self, action):
         """Reward an early end of the alphabet."""
         with Path(self.log).open("a") as file:
             file.write(f"{action!r}\n")

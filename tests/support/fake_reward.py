@@ -4,16 +4,13 @@ import asyncio
 import contextlib
 import io
 import json
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 import uvicorn
 from aiohttp import web
-from fake_triton import Behaviour, FakeTriton
-from starlette.routing import Route
+from fake_triton import FakeTriton
 from tritonclient.utils import deserialize_bytes_tensor
 
 from rlhf_triton.client import reward_source
@@ -37,17 +34,17 @@ class FakeReward(FakeTriton):
 
     def __init__(
         self,
-        behaviour: Behaviour = lambda model, number: "ok",
+        behaviour=lambda model, number: "ok",
         *,
-        terms: tuple[str, ...] = (),
-        labels: tuple[str, ...] = (),
-        text: str = "joined",
-        groupwise: bool = False,
-    ) -> None:
+        terms=(),
+        labels=(),
+        text="joined",
+        groupwise=False,
+    ):
         super().__init__(behaviour)
-        self.version: int | None = None  # version of the weights, an output of a reward model that has versions
-        self.received: list[dict[str, np.ndarray]] = []
-        self.demanded: list[int | None] = []  # `min_version` of each request
+        self.version = None  # version of the weights, an output of a reward model that has versions
+        self.received = []
+        self.demanded = []  # `min_version` of each request
         self.terms = terms
         self.labels = labels
         self.parameters |= {"text": text, "labels": json.dumps(labels)}
@@ -56,7 +53,7 @@ class FakeReward(FakeTriton):
         if groupwise:
             self.parameters["groupwise"] = "true"
 
-    async def _infer(self, request: web.Request) -> web.Response:
+    async def _infer(self, request):
         answer = await super()._infer(request)
         if answer.status != 200:
             return answer
@@ -75,13 +72,13 @@ class FakeReward(FakeTriton):
             scores.append(np.nan if "nan" in row else float(len(row)) if isinstance(row, str) else float(sum(row)))
         return web.json_response({"model_name": "any", "outputs": self._outputs(scores, wanted)})
 
-    async def _config(self, request: web.Request) -> web.Response:
+    async def _config(self, request):
         config = json.loads((await super()._config(request)).text or "")
         names = ["rewards", *(["reward_version"] if self.version is not None else [])]
         names += ["probabilities"] if self.labels else []
         return web.json_response({**config, "output": [{"name": name} for name in names]})
 
-    def _outputs(self, scores: list[float], wanted: set[str]) -> list[dict[str, Any]]:
+    def _outputs(self, scores, wanted):
         num_terms = len(self.terms)
         num_labels = len(self.labels)
         outputs = {
@@ -101,7 +98,7 @@ class FakeReward(FakeTriton):
         ]
 
 
-def tensors(body: bytes, header_size: int) -> dict[str, np.ndarray]:
+def tensors(body, header_size):
     """Return the inputs of an inference request whose tensors follow its JSON header as binary data."""
     found = {}
     start = header_size
@@ -116,7 +113,7 @@ def tensors(body: bytes, header_size: int) -> dict[str, np.ndarray]:
     return found
 
 
-def rows_of(inputs: dict[str, np.ndarray]) -> list[Any]:
+def rows_of(inputs):
     """Return the texts, those of a pair joined by |, or the token ids without padding."""
     if "text_pairs" in inputs:
         return [f"{a.decode()}|{b.decode()}" for a, b in np.hstack([inputs["sentences"], inputs["text_pairs"]])]
@@ -129,23 +126,23 @@ def rows_of(inputs: dict[str, np.ndarray]) -> list[Any]:
 class Caller:
     """An HTTP client of the gateway at `url`."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(self, url, session):
         self.url = url
         self.session = session
 
-    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+    async def post(self, path, body, **options):
         """Return status and JSON of the reply; bytes are sent as they are."""
         content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         headers = {"Content-Type": "application/json", **options.pop("headers", {})}
         async with self.session.post(self.url + path, **content, headers=headers, **options) as reply:
             return reply.status, await reply.json()
 
-    async def get(self, path: str, **options: Any) -> tuple[int, Any]:
+    async def get(self, path, **options):
         """Return status and JSON of the reply."""
         async with self.session.get(self.url + path, **options) as reply:
             return reply.status, await reply.json()
 
-    async def error(self, path: str, body: Any, status: int, **options: Any) -> str:
+    async def error(self, path, body, status, **options):
         """Return the error message of a request that fails with `status`."""
         found, reply = await self.post(path, body, **options)
         assert found == status, reply
@@ -155,14 +152,14 @@ class Caller:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    *urls: str,
-    key: str | None = None,
-    client: dict[str, Any] | None = None,
-    retries: int = RETRIES,
-    expected: dict[str, str | None] | None = None,
-    more: Sequence[Route] = (),
-    **limits: Any,
-) -> AsyncIterator[Caller]:
+    *urls,
+    key=None,
+    client=None,
+    retries=RETRIES,
+    expected=None,
+    more=(),
+    **limits,
+):
     """Run the gateway in this event loop, in front of the servers at `urls`.
 
     `client`: changes of its client; `retries`: of one request. `expected`: parameters that the reward model must have.

@@ -3,15 +3,13 @@ request as a test specifies, and records requests and connections.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 from fake_server import FakeServer
 
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import ClientSection
-from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL, STEP_AHEAD
+from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL
 
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
 OUTPUTS = [
@@ -21,18 +19,17 @@ OUTPUTS = [
     {"name": "status", "datatype": "INT64", "shape": [1], "data": [1]},
     {"name": "weights_version", "datatype": "INT64", "shape": [1], "data": [7]},
 ]
-Behaviour = Callable[[str, int], str]  # (model, number of the request from 1 on) -> how to answer it
 
 
 class FakeTriton(FakeServer):
-    """A fake server, each of whose requests a behaviour answers.
+    """A fake server, whose answers a behaviour chooses: a function of the model and the request's number, from 1.
 
-    With `ok`, `busy` (503), `journalled` (503, no result yet), `behind` (503, a newer version is demanded), `dead` (the
-    error of a dead model process), `wrong` (400), `early` (400, a step whose predecessor is missing), `failed` (500),
-    `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
+    It returns `ok`, `busy` (503), `journalled` (503, no result yet), `behind` (503, a newer version is demanded),
+    `dead` (the error of a dead model process), `wrong` (400), `failed` (500), `drop` (break the connection), `hang` (no
+    answer), or `wait` (answer once `go` is set).
     """
 
-    def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
+    def __init__(self, behaviour=lambda model, number: "ok"):
         super().__init__(
             [
                 web.post("/v2/models/{model}/infer", self._infer),
@@ -41,20 +38,19 @@ class FakeTriton(FakeServer):
             ]
         )
         self.behaviour = behaviour
-        self.ready: Callable[[str], bool] = lambda model: True
+        self.ready = lambda model: True
         self.parameters = {"model": "here", "tokenizer_fingerprint": "ours"}
-        self.parameters_of: dict[str, dict[str, str]] = {}  # by model, in place of `parameters`
-        self.asked: list[str] = []
-        self.encodings: set[str | None] = set()  # Accept-Encoding headers of the requests
-        self.connections: set[asyncio.Transport] = set()
+        self.parameters_of = {}  # by model, in place of `parameters`
+        self.asked = []
+        self.encodings = set()  # Accept-Encoding headers of the requests
+        self.connections = set()
         self.in_flight = self.most_in_flight = self.probes = 0
         self.go = asyncio.Event()
 
-    async def _infer(self, request: web.Request) -> web.Response:
+    async def _infer(self, request):
         model = request.match_info["model"]
         self.asked.append(model)
         self.encodings.add(request.headers.get("Accept-Encoding"))
-        assert request.transport is not None
         self.connections.add(request.transport)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -64,7 +60,7 @@ class FakeTriton(FakeServer):
         finally:
             self.in_flight -= 1
 
-    async def _answer(self, what: str, transport: asyncio.Transport) -> web.Response:
+    async def _answer(self, what, transport):
         if what == "drop":
             transport.abort()
         while not self._is_stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
@@ -75,25 +71,23 @@ class FakeTriton(FakeServer):
             "behind": (503, f"in ensemble 'critic_infer', critic serves version 3, {DEMANDED} 4 or newer"),
             "dead": (500, DEAD),
             "wrong": (400, "tokens: missing"),
-            "early": (400, f"step: 2, {STEP_AHEAD} 'r' is 0; send step 1 first"),
             "failed": (500, "the gradients are not finite"),
-            "unloaded": (404, "Request for unknown model: 'critic' has no available versions"),
         }
         if what in errors:
             return web.json_response({"error": errors[what][1]}, status=errors[what][0])
         return web.json_response({"model_name": "any", "outputs": OUTPUTS})
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, request):
         self.probes += 1
         return web.Response(status=200 if self.ready(request.match_info["model"]) else 400)
 
-    async def _config(self, request: web.Request) -> web.Response:
+    async def _config(self, request):
         declared = self.parameters_of.get(request.match_info["model"], self.parameters)
         parameters = {key: {"string_value": value} for key, value in declared.items()}
         return web.json_response({"input": [], "parameters": parameters})
 
 
-def client_of(*servers: FakeTriton, **changes: Any) -> TritonClient:
+def client_of(*servers, **changes):
     """A client of these servers with `changes` of its settings, or of its limits, which are arguments of its own."""
     names = ("retries", "max_in_flight")
     limits = {name: changes.pop(name) for name in names if name in changes}

@@ -1,49 +1,45 @@
 """A fake vLLM server that fails on demand: it speaks the part of vLLM's HTTP protocol that the actor uses."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 from fake_server import FakeServer
-
-Answer = Callable[[dict[str, Any]], dict[str, Any]]  # request -> fields of the choice that differ from the default
 
 
 class FakeVllm(FakeServer):
     """A fake server. It responds with the tokens 5, 6, 7 and the end-of-sequence token 1, unless `answer` differs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__([web.route("*", "/{path:.*}", self._handle)])
         self.release = "0.32.0"
         self.weights = "initial"
-        self.adapters: list[str] = []
-        self.loaded: list[Path] = []
-        self.requests: list[dict[str, Any]] = []
-        self.calls: list[str] = []
-        self.missing: set[str] = set()
+        self.adapters = []
+        self.loaded = []
+        self.requests = []
+        self.calls = []
+        self.missing = set()
         """Paths without a route."""
         self.logprobs_mode = "processed_logprobs"
-        self.answer: Answer = lambda request: {}
+        self.answer = lambda request: {}
         self.drops = 0
         """Number of generation requests whose connection is broken."""
         self.is_hanging = False
         """Generation requests get no response."""
-        self.stuck: list[int] | None = None
+        self.stuck = None
         """Generation requests whose tokens begin with these get no response."""
         self.pause_mode = ""
         """Of the last request to pause."""
-        self.silent: set[str] = set()
+        self.silent = set()
         """Paths that never respond."""
 
-    async def start(self) -> None:
+    async def start(self):
         """Listen; after a stop on the same port, with the initial weights."""
         self.weights = "initial"
         self.adapters = []
         await super().start()
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request):
         if request.path in self.missing:
             return web.json_response({"detail": "Not Found"}, status=404)
         self.calls.append(request.path)
@@ -65,7 +61,7 @@ class FakeVllm(FakeServer):
         models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in self.adapters)]
         return web.json_response({"version": self.release, "weight_version": self.weights, "data": models})
 
-    def _adapter(self, path: str, body: dict[str, Any]) -> web.Response:
+    def _adapter(self, path, body):
         name = body["lora_name"]
         if path == "/v1/load_lora_adapter":
             if name in self.adapters:
@@ -78,7 +74,7 @@ class FakeVllm(FakeServer):
             self.adapters.remove(name)
         return web.Response(text="Success")
 
-    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def _generate(self, request, body):
         self.requests.append(body)
         stuck = self.stuck
         is_stuck = stuck is not None and body["token_ids"][: len(stuck)] == stuck
@@ -86,7 +82,6 @@ class FakeVllm(FakeServer):
             await asyncio.sleep(0.001)
         if self.drops:
             self.drops -= 1
-            assert request.transport is not None
             request.transport.abort()
         if body.get("model", "base") not in ("base", *self.adapters):
             return _error(404, f"The model `{body['model']}` does not exist.")
@@ -101,5 +96,5 @@ class FakeVllm(FakeServer):
         return web.json_response({"choices": [{**choice, **answer}]})
 
 
-def _error(status: int, message: str) -> web.Response:
+def _error(status, message):
     return web.json_response({"error": {"message": message, "code": status}}, status=status)

@@ -1,8 +1,6 @@
 """Requests that cost the gateway much: bodies, heads and conversations that are large, deep, or of many items."""
 
 import json
-from collections.abc import Iterable
-from typing import Any
 
 from bad_requests import METADATA_TEXTS
 from hypothesis import strategies as st
@@ -24,22 +22,22 @@ PLACES = (  # where many items go; `**`: a quarter of them, as fields
 )
 
 
-def _head(path: str, length: int, headers: dict[str, str]) -> bytes:
+def _head(path, length, headers):
     lines = [f"POST {path} HTTP/1.1", "Host: fuzz", f"Content-Length: {length}"]
     return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
 
 
-def _post(path: str, body: Any, headers: dict[str, str] = HEADERS) -> bytes:
+def _post(path, body, headers=HEADERS):
     content = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
     return _head(path, len(content), headers) + content
 
 
-def _repeated(item: Any, number: int) -> bytes:
+def _repeated(item, number):
     """Return the JSON of a list; `json` would hold the interpreter's lock for seconds, which the good client needs."""
     return b"[%s]" % b", ".join([json.dumps(item, ensure_ascii=False).encode()] * number)
 
 
-def _many_items(item: Any, number: int, place: bytes) -> bytes:
+def _many_items(item, number, place):
     if b"**" not in place:
         return _post("/v1/rewards", place % _repeated(item, number))
     value = json.dumps(item, ensure_ascii=False).encode()
@@ -47,19 +45,19 @@ def _many_items(item: Any, number: int, place: bytes) -> bytes:
     return _post("/v1/rewards", place.replace(b"**", fields))
 
 
-def _long(*lengths: int) -> st.SearchStrategy[str]:
+def _long(*lengths):
     return st.builds(lambda text, length: text * length, st.sampled_from(SHORT_TEXTS), st.sampled_from(lengths))
 
 
-def _headers(sizes: Iterable[int], headers_of: Any) -> st.SearchStrategy[bytes]:
+def _headers(sizes, headers_of):
     return st.sampled_from(list(sizes)).map(lambda size: _head("/get_reward", 0, headers_of(size)))
 
 
-def _conversation(path: str, **fields: Any) -> bytes:
+def _conversation(path, **fields):
     return _post(f"/sessions/fuzz{path}", {"model": "m", "max_tokens": 5, "messages": [USER], **fields})
 
 
-def _unread(length: int) -> bytes:
+def _unread(length):
     """Return a conversation in which what no template renders is long."""
     function = {"name": "f" * length, "arguments": "{}"}
     asked = {"role": "assistant", "tool_calls": [{"id": "i" * length, "type": "function", "function": function}]}
@@ -67,7 +65,7 @@ def _unread(length: int) -> bytes:
     return _conversation(CHAT, messages=[USER, asked, answered])
 
 
-def _deep(depth: int) -> bytes:
+def _deep(depth):
     """Return a conversation with a tool whose schema is nested."""
     schema = b'{"a":' * depth + b"1" + b"}" * depth
     tool = b'{"type": "function", "function": {"name": "f", "parameters": %s}}' % schema

@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import threading
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -13,10 +12,8 @@ class HttpServer(ThreadingHTTPServer, abc.ABC):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self) -> None:
+    def __init__(self):
         class Handler(BaseHTTPRequestHandler):
-            server: HttpServer
-
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 status, headers, content = self.server.reply(self.path, self.headers, body)
@@ -37,15 +34,15 @@ class HttpServer(ThreadingHTTPServer, abc.ABC):
         self._serving.start()
 
     @property
-    def url(self) -> str:
+    def url(self):
         """Address without a path."""
         return f"http://127.0.0.1:{self.server_port}"
 
     @abc.abstractmethod
-    def reply(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def reply(self, path, headers, body):
         """Return the status, headers and content for one request, whose headers have names in any case."""
 
-    def server_close(self) -> None:
+    def server_close(self):
         self.shutdown()
         self._serving.join()
         super().server_close()

@@ -12,10 +12,8 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +24,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
@@ -69,9 +66,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NU
 # ---- checkpoints ----
 
 
-def make_tokenizer(
-    texts: Sequence[str] = TEXTS, vocab_size: int = 200, *, adds_bos: bool = False
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts=TEXTS, vocab_size=200, *, adds_bos=False):
     """Return a byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
     alphabet = sorted({letter for text in texts for letter in text.replace(" ", "Ġ")})
     tokenizer = Tokenizer(models.BPE())
@@ -94,7 +89,7 @@ def make_tokenizer(
     )
 
 
-def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
+def make_checkpoint(folder, kind, tokenizer, *, seed):
     """Write a random Llama, `kind` reward, critic or policy. Weights that score are large, so that rows differ."""
     settings = {"initializer_range": 0.02 if kind == "policy" else 0.25}
     if kind == "reward":
@@ -117,7 +112,7 @@ class Checkpoints:
     prompts: Path
 
 
-def make_checkpoints(folder: Path) -> Checkpoints:
+def make_checkpoints(folder):
     """Write all the checkpoints and prompts that a run needs."""
     ours = make_tokenizer()
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
@@ -137,30 +132,30 @@ def make_checkpoints(folder: Path) -> Checkpoints:
 
 
 @functools.cache
-def loaded(kind: type[PreTrainedModel], folder: Path) -> Any:
+def loaded(kind, folder):
     return kind.from_pretrained(str(folder), dtype=torch.float32).eval()
 
 
 @functools.cache
-def logits_of(kind: type[PreTrainedModel], folder: Path, row: bytes) -> torch.Tensor:
+def logits_of(kind, folder, row):
     """The logits of a row of tokens, without padding."""
     with torch.no_grad():
         return loaded(kind, folder)(input_ids=torch.frombuffer(bytearray(row), dtype=torch.int64)[None]).logits[0]
 
 
-def direct_rewards(folder: Path, rows: Sequence[np.ndarray]) -> np.ndarray:
+def direct_rewards(folder, rows):
     """Return rewards `[B]` of transformers' own forward pass without padding, standardised as in the checkpoint."""
     constants = loaded(LlamaForSequenceClassification, folder).config.reward_standardization
     scores = [float(logits_of(LlamaForSequenceClassification, folder, row.tobytes())) for row in rows]
     return (np.asarray(scores) - constants["mean"]) / constants["std"]
 
 
-def direct_values(folder: Path, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+def direct_values(folder, rows):
     """Return the values `[length_i]` of each row by transformers' own forward pass without padding."""
     return [logits_of(LlamaForTokenClassification, folder, row.tobytes())[:, 0].numpy() for row in rows]
 
 
-def assert_answer(run: LiveRun, rows: Sequence[np.ndarray], answer: Mapping[str, np.ndarray]) -> None:
+def assert_answer(run, rows, answer):
     """The answer has values and rewards of one version of each model, which it names; or only some of these."""
     if VALUES in answer:
         (version,) = {*answer[WEIGHTS_VERSION].ravel().tolist()}
@@ -174,13 +169,13 @@ def assert_answer(run: LiveRun, rows: Sequence[np.ndarray], answer: Mapping[str,
         np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=TOLERANCE, rtol=0)
 
 
-def random_rows(lengths: Sequence[int], *, seed: int, vocab_size: int = 100) -> list[np.ndarray]:
+def random_rows(lengths, *, seed, vocab_size=100):
     """Return token rows int64 `[length_i]` without special tokens: transformers' reward models skip padding ids."""
     generator = np.random.default_rng(seed)
     return [generator.integers(3, vocab_size, length, dtype=np.int64) for length in lengths]
 
 
-def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict[str, np.ndarray]:
+def scoring_inputs(rows, width=None):
     """Return `tokens` [B, S] and `sequence_lengths` [B, 1]; the padding is a valid token, which must not count."""
     width = width or max(row.size for row in rows)
     tokens = np.full((len(rows), width), 7, np.int64)
@@ -189,7 +184,7 @@ def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict
     return {"tokens": tokens, "sequence_lengths": np.asarray([[row.size] for row in rows], np.int64)}
 
 
-def training_inputs(*, seed: int, width: int = 12) -> dict[str, np.ndarray]:
+def training_inputs(*, seed, width=12):
     """Return a padded training payload of four rows: tokens [4, S]; returns, prev_values, mask [4, S-1]."""
     generator = np.random.default_rng(seed)
     shape = (4, width - 1)
@@ -201,7 +196,7 @@ def training_inputs(*, seed: int, width: int = 12) -> dict[str, np.ndarray]:
     }
 
 
-def identity(run_id: str, step: int) -> dict[str, np.ndarray]:
+def identity(run_id, step):
     """Return `run_id` and `step` of a training request."""
     return {"run_id": np.asarray([run_id.encode()], dtype=np.object_), "step": np.asarray([step], np.int64)}
 
@@ -217,45 +212,45 @@ class LiveRun:
     config: RunConfig
 
     @property
-    def store(self) -> WeightsStore:
+    def store(self):
         """The critic's versions."""
         return WeightsStore(self.config.run.weights_dir)
 
     @property
-    def reward_store(self) -> WeightsStore:
+    def reward_store(self):
         """The versions of a live reward model."""
         return WeightsStore(self.config.run.reward_weights_dir)
 
     @property
-    def journal(self) -> Journal:
+    def journal(self):
         """The journal of accepted requests."""
         return Journal(self.config.run.journal_dir, self.config.run.identity)
 
     @property
-    def url(self) -> str:
+    def url(self):
         """`host:port` of inference."""
         return self.config.server.http_url
 
     @property
-    def run_id(self) -> str:
+    def run_id(self):
         """The run's identity in the journal."""
         return self.config.run.identity
 
-    def next_step(self) -> int:
+    def next_step(self):
         """Return the training step to send next."""
         return self.journal.last_step() + 1
 
-    def start(self, name: str, *arguments: str, module: str | None = None, **env: str) -> Child:
+    def start(self, name, *arguments, module=None, **env):
         """Start `python -m <module> --config <the YAML> <arguments>`, with its output in the run's logs."""
         module_arguments = (module or f"rlhf_triton.{name}").split()
         log = self.config.run.logs_dir / f"{name}.log"
         return Child(name, [*module_arguments, "--config", str(self.path), *arguments], log, {**ENVIRONMENT, **env})
 
-    def critic_metrics(self) -> list[dict[str, Any]]:
+    def critic_metrics(self):
         """Return the sidecar's metrics of its updates and reloads."""
         return read_jsonl(self.config.run.dir / "critic_metrics.jsonl")
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name, **labels):
         """Return a counter or gauge of the server's; 0 before its first event."""
         with urllib.request.urlopen(f"http://{self.config.server.metrics_url}/metrics", timeout=120) as answer:
             text = answer.read().decode()
@@ -263,7 +258,7 @@ class LiveRun:
         found = re.search(rf"^rlhf_{name}{{{re.escape(shown)}}} (\S+)", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    def critic_updates(self, *, up_to: int) -> list[dict[str, Any]]:
+    def critic_updates(self, *, up_to):
         """Return the metrics of updates; wait for that of step `up_to`, which is written after the answer."""
 
         def lines():
@@ -273,7 +268,7 @@ class LiveRun:
         return lines()
 
 
-def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> LiveRun:
+def make_run(folder, checkpoints, **sections):
     """Write and load a run in `folder` on free ports; `sections` are merged over small settings."""
     data = {
         "run": {"dir": str(folder), "run_id": "test"},
@@ -327,17 +322,17 @@ class System:
     server: Child
     sidecar: Child
 
-    def stop_sidecar(self) -> int:
+    def stop_sidecar(self):
         """Stop the sidecar as Ctrl-C does; return its exit code."""
         return stop_process(self.sidecar)
 
-    def start_sidecar(self, *arguments: str) -> None:
+    def start_sidecar(self, *arguments):
         """Start a new sidecar, which continues where the last one stopped, and wait until it follows the journal."""
         self.sidecar = start_sidecar(self.run, *arguments)
         wait_for(self.run.journal.is_followed, self.sidecar)
 
     @contextlib.contextmanager
-    def without_probes(self, *models: str) -> Iterator[None]:
+    def without_probes(self, *models):
         """Pause the server's supervisor, whose probes of idle models would disturb a count of their requests."""
         self.server.process.send_signal(signal.SIGSTOP)
         try:
@@ -348,13 +343,13 @@ class System:
         finally:
             self.server.process.send_signal(signal.SIGCONT)
 
-    def stop(self) -> None:
+    def stop(self):
         """Stop both processes, in parallel."""
         with ThreadPoolExecutor(2) as executor:
             list(executor.map(stop_process, (self.sidecar, self.server)))
 
 
-def start_system(run: LiveRun) -> System:
+def start_system(run):
     """Start server and sidecar of a new run, and wait until both are ready."""
     server = start_server(run)
     system = System(run, server, start_sidecar(run))
@@ -369,7 +364,7 @@ def start_system(run: LiveRun) -> System:
     return system
 
 
-def start_server(run: LiveRun) -> Child:
+def start_server(run):
     """Start the server of a new run without waiting.
 
     Version 0 and the repository are made here, where torch and transformers are loaded already. The server runs under
@@ -380,7 +375,7 @@ def start_server(run: LiveRun) -> Child:
     return run.start("server", module="serve_rendered", PYTHONPATH=str(Path(__file__).parent))
 
 
-def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
+def run_actor(run, name, *overrides):
     """Run `python -m rlhf_triton.actor` to its end; return its exit code and its log."""
     actor = run.start(name, *overrides, module="rlhf_triton.actor")
     try:
@@ -392,12 +387,12 @@ def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
     return code, log
 
 
-def start_sidecar(run: LiveRun, *arguments: str) -> Child:
+def start_sidecar(run, *arguments):
     """Start `python -m rlhf_triton.trainer` without waiting: the journal keeps the requests until it reads them."""
     return run.start("sidecar", *arguments, module="rlhf_triton.trainer")
 
 
-def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], None]) -> None:
+def reload_model(run, model, change):
     """Have the server load `model` with its rendered configuration, changed by `change`.
 
     Not with its active configuration, so that tests that share a server do not inherit each other's settings.
@@ -415,12 +410,12 @@ def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], No
         control.load_model(model, headers=headers, config=json.dumps(config), client_timeout=120.0)
 
 
-def stop_process(child: Child) -> int:
+def stop_process(child):
     """Stop the process as Ctrl-C does; return its exit code."""
     return child.stop(signal.SIGINT, 120.0)
 
 
-def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float = 120.0) -> None:
+def wait_for(condition, *children, timeout_s=120.0):
     """Return when `condition` holds; fail when one of the children has ended, or after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -433,7 +428,7 @@ def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float =
         time.sleep(0.005)
 
 
-def validations_of(folder: Path) -> list[Any]:
+def validations_of(folder):
     """Return the files of a run's validations without times and values, which depend on when an update is served."""
     lines = [
         {**line, "timers/validation_time": 0, "explained_variance": None}

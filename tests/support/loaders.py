@@ -1,25 +1,22 @@
 """The loaders of models, onto the device that sections default to: the CPU, or a GPU in `make test-device`."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.models import language_model, modeling, token_reward
 
 
-def default_device() -> str:
+def default_device():
     return TrainerSection().device
 
 
-def skip_on_gpus(reason: str) -> None:
+def skip_on_gpus(reason):
     """Skip the test if the default device is a GPU."""
     if default_device() != "cpu":
         pytest.skip(reason)
 
 
-def on_default_device(load: Callable[..., Any]) -> Callable[..., Any]:
+def on_default_device(load):
     return lambda *arguments, **settings: load(*arguments, **{"device": default_device(), **settings})
 
 

@@ -1,20 +1,16 @@
 """Lets the clock of the running event loop jump, so that a test waits for no deadline and none passes by accident."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
 
 
-def advance(seconds: float) -> None:
+def advance(seconds):
     """Let the loop's clock jump: what waits for a time up to then comes due in the loop's next turn."""
     loop = asyncio.get_running_loop()
     before = loop.time
     loop.time = lambda: before() + seconds
 
 
-async def hurried(call: Coroutine[Any, Any, T]) -> T:
+async def hurried(call):
     """Return the result of `call`, which waits for a deadline: the clock jumps by a second every millisecond."""
     task = asyncio.ensure_future(call)
     while not task.done():

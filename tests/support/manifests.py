@@ -6,17 +6,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 OVERLAYS = sorted(path.name for path in (DEPLOY / "overlays").iterdir())
-Manifest = dict[str, Any]
 
 
 @functools.cache
-def manifests(overlay: str) -> list[Manifest]:
+def manifests(overlay):
     """Return the manifests of the overlay, by `kubectl kustomize` of a copy that has a key: the repository has none."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(DEPLOY, Path(folder) / "deploy"))
@@ -25,11 +23,11 @@ def manifests(overlay: str) -> list[Manifest]:
         return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
-def pods(overlay: str) -> dict[str, Manifest]:
+def pods(overlay):
     """Return the pod template of each StatefulSet and Job, by name."""
     return {m["metadata"]["name"]: m["spec"]["template"] for m in manifests(overlay) if "template" in m.get("spec", {})}
 
 
-def containers(pod: Manifest) -> list[Manifest]:
+def containers(pod):
     """Return all containers of a pod template."""
     return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]

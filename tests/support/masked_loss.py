@@ -5,22 +5,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlhf_triton.actor.algorithms.inputs import ClipRange, Loss, LossInputs
+from rlhf_triton.actor.algorithms.inputs import ClipRange, LossInputs
 
 CLIP = ClipRange(0.2, 0.3)
 close = torch.testing.assert_close
 
 
 def loss_inputs(
-    logprobs: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    total: float | None = None,
-    clip: ClipRange = CLIP,
-) -> LossInputs:
+    logprobs,
+    old,
+    advantages,
+    weights,
+    total=None,
+    clip=CLIP,
+):
     """Return the inputs of a micro-batch, by default of all of its minibatch."""
     rows = torch.arange(len(weights))
     total = float(weights.sum()) if total is None else total
@@ -38,13 +37,13 @@ def loss_inputs(
     )
 
 
-def sample(seed: int, batch: int, width: int) -> list[Tensor]:
+def sample(seed, batch, width):
     """Return logprobs, old_logprobs, advantages and a mask with gaps, each float64 `[batch, width]`."""
     uniform = torch.rand(4, batch, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return [-2 * uniform[0], -2 * uniform[1], 4 * uniform[2] - 2, (uniform[3] < 0.7).double()]
 
 
-def outcome(loss: Loss, *parts: LossInputs) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+def outcome(loss, *parts):
     """Return the loss and the metrics of all parts together, and the gradient of each."""
     value = torch.zeros((), dtype=torch.float64)
     sums = {}
@@ -54,7 +53,6 @@ def outcome(loss: Loss, *parts: LossInputs) -> tuple[Tensor, dict[str, Tensor], 
         inputs = replace(part, logprobs=leaf)
         found, metrics = loss(inputs)
         found.backward()
-        assert leaf.grad is not None
         gradients.append(leaf.grad)
         value = value + found.detach()
         metrics = {**inputs.statistics(), **metrics}
@@ -63,7 +61,7 @@ def outcome(loss: Loss, *parts: LossInputs) -> tuple[Tensor, dict[str, Tensor], 
     return value, sums, gradients
 
 
-def check_masked_loss(loss: Loss, seed: int = 0, batch: int = 4, width: int = 5) -> None:
+def check_masked_loss(loss, seed=0, batch=4, width=5):
     """Check that neither what is masked, nor the order of rows, nor the plan of micro-batches matters to a loss."""
     tensors = sample(seed, batch, width)
     weights = tensors[3]
@@ -88,7 +86,7 @@ def check_masked_loss(loss: Loss, seed: int = 0, batch: int = 4, width: int = 5)
         assert torch.isfinite(torch.stack([*sums.values(), *gradient.flatten()])).all()
 
 
-def check_on_policy_gradient(loss: Loss, seed: int = 0, batch: int = 4, width: int = 5) -> None:
+def check_on_policy_gradient(loss, seed=0, batch=4, width=5):
     """Check that the gradient at ratio 1 is that of the policy gradient, -A * w / total."""
     logprobs, _, advantages, weights = sample(seed, batch, width)
     weights[0, 0] = 0.25

@@ -1,24 +1,18 @@
 """A server that speaks OpenEnv's protocol."""
 
-import asyncio
-from collections.abc import Callable
-from typing import Any
-
 from aiohttp import WSMsgType, web
 
 
 class OpenEnvServer:
     """Speaks OpenEnv's protocol over `/ws`: echoes actions of the field `message`, for at most two sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sessions = self.refused = self.pongs = 0
-        self.failing: list[
-            Callable[[web.Request], web.Response]
-        ] = []  # handlers of the next requests, instead of a session
-        self.resets: list[dict[str, Any]] = []
-        self.transports: list[asyncio.Transport | None] = []
+        self.failing = []  # handlers of the next requests, instead of a session
+        self.resets = []
+        self.transports = []
 
-    async def session(self, request: web.Request) -> web.StreamResponse:
+    async def session(self, request):
         """Serve one session."""
         if self.failing:
             self.refused += 1
@@ -41,7 +35,7 @@ class OpenEnvServer:
             self.sessions -= 1
         return socket
 
-    async def _answer(self, socket: web.WebSocketResponse, type: str, data: dict[str, Any]) -> None:
+    async def _answer(self, socket, type, data):
         text = data.get("message")
         if type == "reset":
             self.resets.append(data)

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = """\
 import os, sys
@@ -19,9 +17,7 @@ if {condition}:
 """
 
 
-def let_memory_be_short(
-    patch: pytest.MonkeyPatch, folder: Path, module: str, owner: str, name: str, *, condition: str = "True"
-) -> None:
+def let_memory_be_short(patch, folder, module, owner, name, *, condition="True"):
     """Let `owner.name` of `module` raise torch.OutOfMemoryError in each Python process started from now on.
 
     Args:

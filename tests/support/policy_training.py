@@ -1,9 +1,5 @@
 """One training step of a policy, and its checkpoint, for tests of saving and resuming."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, cast
-
 import torch
 from prompts import one_prompt
 from samples import a_sample, tokens_of
@@ -13,34 +9,27 @@ from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
-from rlhf_triton.actor.data.rollout_rows import RolloutRow
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of
-from rlhf_triton.config import ActorSection, RewardsSection
+from rlhf_triton.config import RewardsSection
 
 
-class TrainablePolicy(Policy):
-    """A policy that knows the section that it was made from."""
-
-    actor: ActorSection
-
-
-def trainable_policy(**settings: Any) -> TrainablePolicy:
-    """Load a policy with these settings of the actor, named as in `settings`."""
+def trainable_policy(**settings):
+    """Load a policy with these settings of the actor, named as in `settings`; it keeps them as `actor`."""
     actor = actor_section(**settings)
-    policy = cast(TrainablePolicy, TrainablePolicy(actor))
+    policy = Policy(actor)
     policy.actor = actor
     return policy
 
 
-def update_of(policy: TrainablePolicy) -> PolicyUpdate:
+def update_of(policy):
     """Return the update of this policy, by the algorithm of its section."""
     method = Method.from_settings(policy.actor.algorithm, policy.actor.kl)
     return PolicyUpdate(policy.actor, policy, method)
 
 
-def train(policy: Policy, rows: Sequence[RolloutRow]) -> None:
+def train(policy, rows):
     """Take one optimizer step that makes the tokens of samples more likely."""
     tokens, lengths = tokens_of(rows), torch.tensor([len(row.tokens) for row in rows])
     logprobs = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
@@ -48,25 +37,25 @@ def train(policy: Policy, rows: Sequence[RolloutRow]) -> None:
     policy.trained.step()
 
 
-def states(policy: Policy) -> RunState:
+def states(policy):
     """Return the state of a run that trains `policy`."""
     kl = KLControl(0.1, target=None)
     return RunState(policy, RewardShaper(RewardsSection(), max_new_tokens=8), kl, one_prompt())
 
 
-def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
+def load_checkpoint(root, step, run):
     """Resume from a checkpoint as the actor does; return the saved state."""
     state = check_checkpoint_of(run.policy, root / str(step))
     run.restore(root / str(step), state)
     return state
 
 
-def weights_of(policy: Policy) -> torch.Tensor:
+def weights_of(policy):
     """The weights that are trained, as one vector on the CPU."""
     return torch.cat([p.detach().cpu().flatten() for p in policy.model.parameters() if p.requires_grad])
 
 
-def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool = False) -> PPOBatch:
+def random_batch(lengths, *, prompt, seed, shared=False):
     """Return rows of `prompt` tokens each, the same in all rows if `shared`, and responses; all values are random."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
@@ -96,7 +85,7 @@ def random_batch(lengths: Sequence[int], *, prompt: int, seed: int, shared: bool
     )
 
 
-def samples_of(batch: PPOBatch, *, prompt: int) -> list[RolloutRow]:
+def samples_of(batch, *, prompt):
     """Return the rows of a batch as responses to their first tokens."""
     return [
         a_sample(tokens[:length].tolist(), prompt)

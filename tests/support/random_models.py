@@ -1,8 +1,5 @@
 """A Llama with random weights, and a tokenizer of given words."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -29,7 +26,7 @@ SMALL = {
 }
 
 
-def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
+def random_llama(kind, *, seed, **settings):
     """Return a model; `kind`: policy, reward or critic; `settings`: `LlamaConfig` arguments that override `SMALL`."""
     quiet_transformers()
     torch.manual_seed(seed)
@@ -41,7 +38,7 @@ def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
     return kinds[kind](LlamaConfig(**{**SMALL, **settings}))
 
 
-def word_tokenizer(words: Sequence[str], *, unknown: str) -> Any:
+def word_tokenizer(words, *, unknown):
     """Return a tokenizer that splits text at spaces; `words[i]` is token i; `<pad>` and `<eos>` must be words."""
     bare = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

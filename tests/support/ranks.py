@@ -4,20 +4,14 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.python_backend.serving.ranks.controller import ServingRanks
 from rlhf_triton.tools.server.ports import free_port
 
-Work = Callable[..., Any]
 TIMEOUT_S = 900  # several models, one after the other
 # Ranks are forked from one process that has imported what takes seconds, once for all tests. It has run no code of
 # torch's, so that it has no threads of torch's, which a fork would lose.
@@ -26,7 +20,7 @@ CONTEXT.set_forkserver_preload(["rlhf_triton.trainer.critic_update", "rlhf_trito
 
 
 @contextlib.contextmanager
-def serving_ranks(device: str) -> Iterator[ServingRanks]:
+def serving_ranks(device):
     """Yield two ranks of served models; this process is rank 0. None may be lost."""
     lost = []
     ranks = ServingRanks(2, device, 1, lost.append)
@@ -36,19 +30,19 @@ def serving_ranks(device: str) -> Iterator[ServingRanks]:
     assert not lost
 
 
-def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(tensors):
     """Yield each tensor whole, on the CPU, one at a time; collective. All ranks must consume it in the same order."""
     for name, tensor in tensors.items():
         yield name, whole(tensor.detach()).cpu()
 
 
 def on_ranks(
-    size: int,
-    work: Work,
-    *arguments: Any,
-    device: str = "cpu",
-    group_timeout_s: float = 120,
-) -> list[Any]:
+    size,
+    work,
+    *arguments,
+    device="cpu",
+    group_timeout_s=120,
+):
     """Return `work(ranks, *arguments)` of each rank; `work` is a function of a module, so that a process can import it.
 
     `device` is that of the role: each rank has its own.
@@ -77,7 +71,7 @@ def on_ranks(
     return [result for result, _ in outcomes]
 
 
-def _outcome(process: BaseProcess, connection: Connection) -> tuple[Any, str | None]:
+def _outcome(process, connection):
     """Return the result of a rank, and its error if it has none."""
     if not connection.poll(TIMEOUT_S):
         return None, f"no result within {TIMEOUT_S} s"
@@ -89,13 +83,13 @@ def _outcome(process: BaseProcess, connection: Connection) -> tuple[Any, str | N
 
 
 def _rank(
-    connection: Connection,
-    environment: dict[str, int],
-    device: str,
-    group_timeout_s: float,
-    work: Work,
-    arguments: tuple[Any, ...],
-) -> None:
+    connection,
+    environment,
+    device,
+    group_timeout_s,
+    work,
+    arguments,
+):
     faulthandler.enable()  # a rank that a signal ends says where
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     import torch

@@ -1,12 +1,7 @@
 """Run folders written by the actor's own recorder, from rollouts that no model has generated."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +15,7 @@ from rlhf_triton.actor.algorithms.batch import make_batch
 from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.rollout_rows import Group, conversations_of
+from rlhf_triton.actor.data.rollout_rows import conversations_of
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
@@ -42,20 +37,18 @@ class UntrainedPolicy:
     fingerprint = "of its start"
     halvings = ()
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device):
         self.sampler = torch.nn.Linear(1, 1, device=device)
         self.sampler.device = torch.device(device)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder):
         save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
 
 
 class RecordedRun:
     """A run without a critic, recorded step by step: its rewards are those of the steps' numbers, over ten."""
 
-    def __init__(
-        self, folder: Path, *, device: str = "cpu", talks: Sequence[Mapping[str, Any]] | None = None, **actor: Any
-    ) -> None:
+    def __init__(self, folder, *, device="cpu", talks=None, **actor):
         self._talks = talks  # what is known of each row beside its tokens
         given = {
             "algorithm_name": "grpo",
@@ -81,9 +74,8 @@ class RecordedRun:
         no_client = None
         self._critic = RemoteCritic(no_client, self.config.run, is_trained=False, publish_every=1)
         self._checkpoints = RunCheckpoints(self.config, self._state, self._critic)
-        self._recorder: Recorder
 
-    def start(self) -> RecordedRun:
+    def start(self):
         """Write what a run has before its first step."""
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_json(self.config.run.dir / SETTINGS_FILE, self.config.model_dump(mode="json"))
@@ -91,7 +83,7 @@ class RecordedRun:
         self._recorder = Recorder(self.config, self._state, self._critic, RequestCounters(), first_step=first_step)
         return self
 
-    def steps(self, *numbers: int) -> RecordedRun:
+    def steps(self, *numbers):
         """Record these steps."""
         for step in numbers:
             groups = self._groups(step / 10)
@@ -100,20 +92,20 @@ class RecordedRun:
             asyncio.run(self._recorder.log_step(step, groups, [], batch, measured))
         return self
 
-    def validated(self, when: str, step: int, reward: float) -> RecordedRun:
+    def validated(self, when, step, reward):
         """Record a validation."""
         result = Validation(conversations_of(self._groups(reward)), 0.25, None)
         asyncio.run(self._recorder.validations.add(when, step, result, seconds=0.1))
         return self
 
-    def finished(self, steps: int) -> Path:
+    def finished(self, steps):
         """Write the actor's summary; return the run's folder."""
         scorer = None  # asked only for a critic's values
         asyncio.run(self._checkpoints.finish(steps))
         asyncio.run(self._recorder.finish(scorer, 2.0, steps=steps))
         return self.config.run.dir
 
-    def _groups(self, reward: float) -> list[Group]:
+    def _groups(self, reward):
         tokens = torch.randint(3, len(TOKENIZER), (NUM_ROWS, WIDTH), generator=torch.Generator().manual_seed(0)).numpy()
         nothing = np.zeros(WIDTH, np.float32) if self.config.actor.kl.uses_reference else None
         rows = []

@@ -1,24 +1,17 @@
 """Samples that no model has generated, and the training batch of four scored ones."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from settings import actor_section
-from torch import Tensor
 
 from rlhf_triton.actor.algorithms import batch as batches
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import UNSCORED, Conversation, Group, RolloutRow, Score, padded
-from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.data.rollout_rows import UNSCORED, Group, RolloutRow, Score, padded
 
 FAILED = Score(failure="503")
 PROMPT_LENGTHS = [2, 1, 3, 2]
@@ -26,9 +19,7 @@ LENGTHS = [5, 4, 6, 3]
 WIDTH = 6
 
 
-def a_sample(
-    tokens: Sequence[int], prompt: int = 1, *, ended: bool = True, name: str = "", score: Score = UNSCORED, **more: Any
-) -> RolloutRow:
+def a_sample(tokens, prompt=1, *, ended=True, name="", score=UNSCORED, **more):
     """A response to the first `prompt` of these tokens."""
     row = np.asarray(tokens, np.int64)
     asked = Prompt(name, "", row[:prompt])
@@ -37,18 +28,18 @@ def a_sample(
     )
 
 
-def rewarded(reward: float, **more: Any) -> Score:
+def rewarded(reward, **more):
     """The score of a response without process rewards."""
     return Score(reward=reward, outcome=reward, **more)
 
 
-def groups_of(rows: Sequence[RolloutRow | Conversation], size: int = 1) -> list[Group]:
+def groups_of(rows, size=1):
     """Groups of `size` conversations each; a sample is a conversation of one row."""
     found = [row if isinstance(row, tuple) else (row,) for row in rows]
     return [Group(tuple(found[i : i + size])) for i in range(0, len(found), size)]
 
 
-def scored_samples(*, scored: Sequence[bool] = (True,) * 4) -> list[RolloutRow]:
+def scored_samples(*, scored=(True,) * 4):
     """Four rows of different lengths; row 1 did not end."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 30, (4, WIDTH), generator=generator).numpy()
@@ -63,24 +54,24 @@ def scored_samples(*, scored: Sequence[bool] = (True,) * 4) -> list[RolloutRow]:
     return rows
 
 
-def tokens_of(rows: Sequence[RolloutRow]) -> Tensor:
+def tokens_of(rows):
     """The tokens of samples, padded, int64 [B, S]."""
     return padded([row.tokens for row in rows])
 
 
-def logprobs_of(policy: Policy, rows: Sequence[RolloutRow], **more: bool) -> Tensor:
+def logprobs_of(policy, rows, **more):
     """The policy's log-probs of samples by position, [B, S-1]."""
     return padded(policy.logprobs(rows, **more))[:, 1:]
 
 
-def method_of(*, whitens: bool = True, **settings: Any) -> Method:
+def method_of(*, whitens=True, **settings):
     """The algorithm under these settings of the actor; `whitens`: leave that to the algorithm."""
     actor = actor_section(**settings)
     method = Method.from_settings(actor.algorithm, actor.kl)
     return method if whitens else replace(method, whitens=False)
 
 
-def advantage_inputs(rewards: Tensor, groups: Tensor, mask: Tensor, **more: Any) -> AdvantageInputs:
+def advantage_inputs(rewards, groups, mask, **more):
     """Return inputs with these rewards [N] and mask [N, S-1]; by default all responses have ended and count."""
     zeros = torch.zeros_like(mask)
     yes = torch.ones(len(mask), dtype=torch.bool)
@@ -89,13 +80,13 @@ def advantage_inputs(rewards: Tensor, groups: Tensor, mask: Tensor, **more: Any)
 
 
 def make_batch(
-    rows: Sequence[RolloutRow | Conversation],
+    rows,
     *,
-    num_dropped: int = 0,
-    truncated: str = "score",
-    whitens: bool = True,
-    **settings: Any,
-) -> PPOBatch:
+    num_dropped=0,
+    truncated="score",
+    whitens=True,
+    **settings,
+):
     """The batch under these settings of the actor."""
     actor = actor_section(**settings)
     return batches.make_batch(

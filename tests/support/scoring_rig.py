@@ -3,16 +3,12 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 
-from rlhf_triton.wire.contract import TokenRow
-
 
 @pytest.fixture
-def scoring() -> Iterator[Any]:
+def scoring():
     """The imported module; restores the thread switch interval, which serving changes."""
     interval = sys.getswitchinterval()
     yield importlib.import_module("rlhf_triton.python_backend.serving.scoring")
@@ -25,26 +21,26 @@ class Compute:
     passes_in_flight = 1
     refuse_all = None
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         self.parameters = parameters
 
-    def launch(self, forward: Any, model: Any, rows: Sequence[TokenRow], width: int) -> Any:
+    def launch(self, forward, model, rows, width):
         return forward(model, rows, width)
 
-    def prepare_thread(self) -> None:
+    def prepare_thread(self):
         pass
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error):
         pass
 
-    def publish(self) -> None:
+    def publish(self):
         pass
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
-def started(model: Any, *, token_budget: int, queue_timeout_s: int = 0) -> Any:
+def started(model, *, token_budget, queue_timeout_s=0):
     """Start an engine with one worker for `model`: what has a version, and the parts `read`, `forward` and `reply`.
 
     Returns what Triton loads.

@@ -5,7 +5,7 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 
 
-def scrape(port: int, prefix: str) -> dict[str, float]:
+def scrape(port, prefix):
     """Return the samples whose names begin with `prefix`, by the rest of the name and the labels' values."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         families = text_string_to_metric_families(answer.read().decode())

@@ -3,16 +3,13 @@
 import asyncio
 import contextlib
 import string
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
 
-from fake_reward import Caller, gateway
+from fake_reward import gateway
 from live_system import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
-from rlhf_triton.actor.capture.sessions import Sampling, SessionLimits, Sessions
+from rlhf_triton.actor.capture.sessions import SessionLimits, Sessions
 from rlhf_triton.actor.data.recorded import PolicyTurn
 
 TEMPLATE = (
@@ -25,7 +22,7 @@ TOKENIZER = make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_templa
 EOS = TOKENIZER.eos_token_id
 
 
-def ids(text: str) -> list[int]:
+def ids(text):
     """Return the token ids of a text."""
     return [*TOKENIZER(text, add_special_tokens=False)["input_ids"]]
 
@@ -33,17 +30,17 @@ def ids(text: str) -> list[int]:
 class ScriptedSampler:
     """Says `replies`, one after the other; then what `reply` makes of the prompt's text. Its version counts calls."""
 
-    def __init__(self, *replies: str, reply: Callable[[str], str] = lambda prompt: "Yes.") -> None:
+    def __init__(self, *replies, reply=lambda prompt: "Yes."):
         self.replies = [*replies]
         self.reply = reply
-        self.prompts: list[list[int]] = []
-        self.completions: list[list[int]] = []
-        self.samplings: list[Sampling] = []
+        self.prompts = []
+        self.completions = []
+        self.samplings = []
         self.in_flight = 0
         self.open = asyncio.Event()
         self.open.set()
 
-    async def sample(self, session: str, tokens: list[int], sampling: Sampling) -> PolicyTurn:
+    async def sample(self, session, tokens, sampling):
         """Return a reply; waits while `open` is not set."""
         self.in_flight += 1
         try:
@@ -62,15 +59,15 @@ class ScriptedSampler:
 
 @contextlib.asynccontextmanager
 async def scripted_gateway(
-    sampler: ScriptedSampler,
+    sampler,
     *,
-    export: Path | None = None,
-    tokenizer: Any = TOKENIZER,
-    key: str | None = None,
-    most: int = 1000,
-    most_tokens: int = 1_000_000,
-    idle_s: float = 600.0,
-) -> AsyncIterator[tuple[Caller, Sessions]]:
+    export=None,
+    tokenizer=TOKENIZER,
+    key=None,
+    most=1000,
+    most_tokens=1_000_000,
+    idle_s=600.0,
+):
     """Run the gateway with the policy's routes; `most`, `idle_s`: as in `Sessions`; `most_tokens`: of a session."""
     sessions = Sessions(tokenizer, SessionLimits(most_tokens), most=most, idle_s=idle_s)
     routes = capture_routes(sessions, sampler, model="policy", max_tokens=500)

@@ -1,15 +1,10 @@
 """Servers with scripted connections, for tests of `rlhf_triton.client.pool`."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
-from typing import Any
 
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.client.servers import Server
 from rlhf_triton.config import ClientSection
 
 REFUSED = AttemptFailed(ErrorKind.UNREACHABLE, "cannot be reached", "Connection refused")
@@ -22,54 +17,54 @@ BUSY = AttemptFailed(ErrorKind.BUSY, "refused", "no room")
 class Scripted:
     """A connection whose server can refuse connections, and whose models can be not ready."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url):
         self.url = url
         self.refuses = self.closed = False
-        self.not_ready: set[str] = set()
-        self.asked: list[str] = []
+        self.not_ready = set()
+        self.asked = []
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def get_ready(self, model: str) -> str | None:
+    async def get_ready(self, model):
         self.asked.append(model)
         await self.gate.wait()
         if self.refuses:
             raise REFUSED
         return f"{model} not ready" if model in self.not_ready else None
 
-    async def close(self) -> None:
+    async def close(self):
         self.closed = True
 
 
 class Rig(ServerPool[Scripted]):
     """Servers with scripted connections and short back-off, and shortcuts for tests."""
 
-    def __init__(self, *addresses: str, **settings: Any) -> None:
+    def __init__(self, *addresses, **settings):
         self.counters = RequestCounters()
         super().__init__(addresses or ("a:1", "b:1"), Scripted, ClientSection(**settings), self.counters)
 
-    async def __aenter__(self) -> Rig:
+    async def __aenter__(self):
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         await self.close()
         assert len(asyncio.all_tasks()) == 1, "nothing is left but the test"
         assert all(server.connection.closed for server in [*self.servers, *self._gone])
 
-    def __getitem__(self, url: str) -> Server[Scripted]:
+    def __getitem__(self, url):
         return next(server for server in self.servers if server.url == url)
 
-    async def take(self, model: str = "m", *, writes: bool = False) -> str:
+    async def take(self, model="m", *, writes=False):
         """Send a request that is answered at once; return the URL of its server."""
         async with self.select(model, writes=writes, patient=True) as server:
             self.record_success(server, model)
             return server.url
 
-    async def fail(self, url: str, failure: AttemptFailed, model: str = "m") -> bool:
+    async def fail(self, url, failure, model="m"):
         """Report a failed request to this server; return whether that suspends the server."""
         return await self.record_failure(self[url], model, failure)
 
-    async def lose_all(self) -> None:
+    async def lose_all(self):
         """Make all servers refuse connections."""
         await self.take()
         for server in self.servers:
@@ -77,6 +72,6 @@ class Rig(ServerPool[Scripted]):
             await self.record_failure(server, "m", REFUSED)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition):
     while not condition():
         await asyncio.sleep(0.001)

@@ -4,17 +4,14 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from rlhf_triton.config import RunConfig
 from rlhf_triton.tools.render_configs import module_of, parse_pbtxt, render_configs
 
 
 @contextlib.contextmanager
-def served_model(config: RunConfig, model: str, **args: str) -> Iterator[Any]:
+def served_model(config, model, **args):
     """Serve `model` until the block ends; `args` are further arguments that Triton passes to `initialize`."""
     interval = sys.getswitchinterval()
     rendered = parse_pbtxt(model, render_configs(config)[model])

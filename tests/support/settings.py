@@ -1,26 +1,21 @@
 """Sections of the configuration from short names, so that a test names only the settings that it is about."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
-
 from pydantic import BaseModel
 
 from rlhf_triton.config import ActorSection, TrainerSection
 
-S = TypeVar("S", bound=BaseModel)
 
-
-def actor_section(**settings: Any) -> ActorSection:
+def actor_section(**settings):
     """Return the actor's section with these settings, named as in `nested`."""
     return ActorSection.model_validate(nested(ActorSection, settings))
 
 
-def trainer_section(**settings: Any) -> TrainerSection:
+def trainer_section(**settings):
     """Return the trainer's section with these settings, named as in `nested`."""
     return TrainerSection.model_validate(nested(TrainerSection, settings))
 
 
-def changed(section: S, **settings: Any) -> S:
+def changed(section, **settings):
     """Return the section with these settings changed, named as in `nested`."""
     given = section.model_dump(exclude_unset=True)
     for name, value in nested(type(section), settings).items():
@@ -28,7 +23,7 @@ def changed(section: S, **settings: Any) -> S:
     return type(section).model_validate(given)
 
 
-def nested(section: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
+def nested(section, settings):
     """Return the settings in the form of the YAML.
 
     A name is a key's path joined by underscores (`kl_coef`), or its last part if no other key has it (`lr`).
@@ -43,7 +38,7 @@ def nested(section: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, A
     return found
 
 
-def _path_of(section: type[BaseModel], name: str) -> tuple[str, ...]:
+def _path_of(section, name):
     if name in section.model_fields:
         return (name,)
     paths = [path for path in _paths(section) if name in ("_".join(path), path[-1])]
@@ -51,7 +46,7 @@ def _path_of(section: type[BaseModel], name: str) -> tuple[str, ...]:
     return paths[0]
 
 
-def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+def _paths(section):
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from ((name, *path) for path in _paths(field.annotation))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from rlhf_triton.client.control_plane import ControlPlane
-
 QUIET_S = 0.3
 
 
@@ -20,14 +18,14 @@ class ModelStatistics:
     failure_count: int
 
 
-def statistics(control: ControlPlane, model: str) -> ModelStatistics:
+def statistics(control, model):
     """Return the model's counters from Triton's statistics API."""
     (found,) = control._call(model, control._client.get_inference_statistics, model).model_stats
     requests = found.inference_stats
     return ModelStatistics(found.inference_count, found.execution_count, requests.success.count, requests.fail.count)
 
 
-def settled_statistics(control: ControlPlane, model: str) -> ModelStatistics:
+def settled_statistics(control, model):
     """Return the model's counters once they no longer change: Triton counts a request after it has answered it."""
     found = statistics(control, model)
     since = time.monotonic()

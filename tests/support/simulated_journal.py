@@ -2,8 +2,6 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,7 +20,7 @@ AHEAD = 2
 NUM_TENSORS = 100
 
 
-def simulate(folder: Path, steps: int, *, starts: int) -> Iterator[int]:
+def simulate(folder, steps, *, starts):
     """Record steps of two groups of two samples, with a checkpoint after every 10th, and the next ones in flight.
 
     For each start of the run, yield the most bytes that the samples took at a checkpoint until its next one.

@@ -3,21 +3,17 @@
 import asyncio
 import contextlib
 import selectors
-from collections.abc import Coroutine
-from typing import Any, TypeVar
-
-T = TypeVar("T")
 
 
 class _Jump(selectors.DefaultSelector):
     now = 0.0
 
-    def select(self, timeout: float | None = None) -> Any:
+    def select(self, timeout=None):
         self.now += timeout or 0.0
         return super().select(0)
 
 
-def run_simulated(main: Coroutine[Any, Any, T]) -> T:
+def run_simulated(main):
     """Return the result of `main`; `asyncio.get_running_loop().time()` is the simulated time, from 0."""
     selector = _Jump()
     loop = asyncio.SelectorEventLoop(selector)

@@ -4,8 +4,6 @@ import contextlib
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +11,11 @@ import pytest
 class SmallDisk:
     """A mounted tmpfs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self._ballast = folder / "ballast"
 
-    def fill(self) -> None:
+    def fill(self):
         """Use up all the space; repeated, since a file that is replaced meanwhile frees some."""
         for _ in range(100):
             with contextlib.suppress(OSError), self._ballast.open("ab", buffering=0) as file:
@@ -27,11 +25,11 @@ class SmallDisk:
                 return
         raise AssertionError(f"{self.folder} does not fill up")
 
-    def empty(self) -> None:
+    def empty(self):
         """Free the space again."""
         self._ballast.unlink()
 
-    def read_only(self, on: bool) -> None:
+    def read_only(self, on):
         """Remount the disk; waits until no file is open for writing. File permissions would not stop root."""
         command = ["mount", "-o", f"remount,{'ro' if on else 'rw'}", str(self.folder)]
         for _ in range(100):
@@ -43,7 +41,7 @@ class SmallDisk:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[SmallDisk]:
+def small_disk(folder):
     """Mount a disk of 4 MB on `folder` and unmount it at the end; skip the test if mounting is not permitted."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]

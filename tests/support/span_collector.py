@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +24,19 @@ class Span:
 class Collector(HttpServer):
     """The received spans, and the paths and content types of requests; `answering` is cleared to let requests hang."""
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.requests: list[tuple[str, str]] = []
+    def __init__(self):
+        self.spans = []
+        self.requests = []
         self.status = 200
         self.answering = threading.Event()
         self.answering.set()
         super().__init__()
 
-    def named(self, name: str, service: str | None = None) -> list[Span]:
+    def named(self, name, service=None):
         """The spans of this name, of all services or of one."""
         return [span for span in self.spans if span.name == name and service in (None, span.service)]
 
-    def reply(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def reply(self, path, headers, body):
         self.requests.append((path, headers["Content-Type"]))
         for resource in json.loads(body)["resourceSpans"]:
             service = attributes_of(resource["resource"])["service.name"]
@@ -50,7 +49,7 @@ class Collector(HttpServer):
         return self.status, {}, b""
 
 
-def attributes_of(holder: dict[str, Any]) -> dict[str, Any]:
+def attributes_of(holder):
     """The attributes of a span or resource; an integer is a string in OTLP's JSON."""
     found = {}
     for item in holder.get("attributes", []):

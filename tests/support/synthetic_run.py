@@ -1,7 +1,6 @@
 """Run folders of made-up metrics, for the report."""
 
 import json
-from pathlib import Path
 
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.durable import write_json
@@ -11,9 +10,7 @@ from rlhf_triton.tools.report.data import finish_run
 EVIL = " <script>alert('x')</script> & great"
 
 
-def write_run(
-    run_dir: Path, *, report: str | None = None, validated: bool = True, critic: bool = True, num_steps: int = 12
-) -> Path:
+def write_run(run_dir, *, report=None, validated=True, critic=True, num_steps=12):
     """Write a finished run's folder, whose `report` may name a function that adds sections; return it."""
     run_dir.mkdir()
     if report:

@@ -1,9 +1,6 @@
 """Random Hugging Face checkpoints of a few thousand weights, one of each family, made in milliseconds."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -75,14 +72,14 @@ HEADS = {
 }
 
 
-def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels: int = 1, **settings: Any) -> Any:
+def save_tiny(folder, family, head, *, seed=0, num_labels=1, **settings):
     """Save a checkpoint of `family` (a key of [MORE_]CONFIGS or MIXTURES) with `head` (of HEADS); return the model."""
     sizes = {**CONFIGS, **MORE_CONFIGS, **MIXTURES}[family]
     given = {"model_type": family.replace("-", "_"), "pad_token_id": 0, **sizes, **settings, "num_labels": num_labels}
     return save_random(folder, lambda: HEADS[head].from_config(AutoConfig.for_model(**given)), seed=seed)
 
 
-def save_random(folder: Path, make: Callable[[], Any], *, seed: int = 0) -> Any:
+def save_random(folder, make, *, seed=0):
     """Save a new model with random weights; return it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -93,9 +90,7 @@ def save_random(folder: Path, make: Callable[[], Any], *, seed: int = 0) -> Any:
     return model
 
 
-def save_with_value_head(
-    folder: Path, family: str, *, prefix: str, num_labels: int = 1, bias: bool = False, seed: int = 0, **config: Any
-) -> tuple[Any, torch.nn.Linear]:
+def save_with_value_head(folder, family, *, prefix, num_labels=1, bias=False, seed=0, **config):
     """Save a language model whose file also has a linear value head `<prefix>.weight`; return (body, head).
 
     TRL (`v_head.summary`, with a bias) and OpenRLHF (`value_head_prefix` in the config) write such files.
@@ -110,7 +105,7 @@ def save_with_value_head(
     return model.base_model, head
 
 
-def save_with_layers(folder: Path) -> None:
+def save_with_layers(folder):
     """Save a body under a head of two layers."""
     model = save_tiny(folder, "llama", "critic")
     with torch.random.fork_rng():
@@ -119,7 +114,7 @@ def save_with_layers(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change_tensors(folder, change):
     """Let `change` modify the tensors of the checkpoint's file."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -127,12 +122,12 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def add_tensors(folder, tensors):
     """Add tensors to the checkpoint's file."""
     change_tensors(folder, lambda own: own.update(tensors))
 
 
-def change_config(folder: Path, **settings: Any) -> None:
+def change_config(folder, **settings):
     """Set keys of the checkpoint's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))

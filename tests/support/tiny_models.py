@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 
@@ -94,19 +92,19 @@ class TritonPythonModel:
 """
 
 
-def write_scoring_model(repository: Path, name: str, on_load: str = "pass", on_request: str = "pass") -> None:
+def write_scoring_model(repository, name, on_load="pass", on_request="pass"):
     """Write a reward_model or critic that answers zeros; `on_load` and `on_request` are statements it runs."""
     outputs = _REWARDS if name == "reward_model" else f"{_VALUES}\n{_VERSION}"
     model = _SCORING_MODEL.format(on_load=on_load, on_request=on_request)
     _write(repository / name, _SCORING_CONFIG.format(name=name, outputs=outputs), model)
 
 
-def write_journal_model(repository: Path, name: str, *, refuse: bool = True) -> None:
+def write_journal_model(repository, name, *, refuse=True):
     """Write a critic_train or critic_save that refuses negative input, or accepts everything."""
     _write(repository / name, _JOURNAL_CONFIG.format(name=name), _JOURNAL_MODEL.format(refuse=refuse))
 
 
-def write_repository(repository: Path) -> None:
+def write_repository(repository):
     """Write all five models."""
     for name in ("reward_model", "critic"):
         write_scoring_model(repository, name)
@@ -115,7 +113,7 @@ def write_repository(repository: Path) -> None:
     _write(repository / "critic_infer", _ENSEMBLE_CONFIG, None)
 
 
-def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: object) -> TritonServer:
+def tiny_server(folder, log=print, **section):
     """Return a server, not started yet, on `folder/repository` and free ports."""
     home = find_tritonserver(None)
     settings = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, **section}
@@ -131,7 +129,7 @@ def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: obj
 
 
 @contextlib.contextmanager
-def ready_server(folder: Path) -> Iterator[TritonServer]:
+def ready_server(folder):
     """Run a server in `folder` with all five models loaded."""
     write_repository(folder / "repository")
     with tiny_server(folder) as running:
@@ -139,19 +137,19 @@ def ready_server(folder: Path) -> Iterator[TritonServer]:
         yield running
 
 
-def regions(parent_pid: int) -> list[str]:
+def regions(parent_pid):
     """Return the names of shared-memory regions of the servers that process `parent_pid` has started."""
     return [path.name for path in SHARED_MEMORY.glob(f"rlhf-{parent_pid}-*")]
 
 
-def server_processes(parent_pid: int) -> list[psutil.Process]:
+def server_processes(parent_pid):
     """Return the servers that process `parent_pid` has started, and their stubs, found by their regions' names."""
     mark = f"rlhf-{parent_pid}-"
     found = psutil.process_iter(["cmdline"])
     return [process for process in found if any(mark in item for item in process.info["cmdline"] or ())]
 
 
-def stub_of(server: TritonServer, model: str) -> psutil.Process:
+def stub_of(server, model):
     """Return the process of one model."""
     for child in psutil.Process(server.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a killed stub is a zombie until its model is unloaded
@@ -160,7 +158,7 @@ def stub_of(server: TritonServer, model: str) -> psutil.Process:
     raise AssertionError(f"no process of {model}")
 
 
-def _write(folder: Path, config: str, model: str | None) -> None:
+def _write(folder, config, model):
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text(config)
     if model is not None:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 # Rendering has its own tests, and needs checkpoints.
 SERVE = """
@@ -14,7 +13,7 @@ sys.exit(rlhf_triton.tools.serve.main(sys.argv[1:]))
 """
 
 
-def write_run(folder: Path) -> Path:
+def write_run(folder):
     """Write the configuration of a run whose critic has a version; the repository is for the test to write."""
     (folder / "weights" / "critic").mkdir(parents=True)
     (folder / "weights" / "critic" / "CURRENT").write_text("0\n")
@@ -23,7 +22,7 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-def serve(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+def serve(run_dir, *overrides):
     """Start `rlhf-triton serve` on the run in `run_dir`."""
     command = [sys.executable, "-c", SERVE, "--config", str(run_dir / "run.yaml"), f"run.dir={run_dir}"]
     return subprocess.Popen(
@@ -31,7 +30,7 @@ def serve(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(path, process):
     """Return when the file exists; fail if the process ends first."""
     while not path.exists():
         assert process.poll() is None, process.communicate()

@@ -1,9 +1,6 @@
 """Tokenizers like those of BERT, RoBERTa, DeBERTa, Llama and Qwen2, learned from a few sentences in milliseconds."""
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from live_system import TEXTS
 from tiny_checkpoints import save_tiny
@@ -31,9 +28,7 @@ SPECIAL = {  # in the order of their ids
 ADDED = {"bert": ("[CLS]", "[SEP]"), "roberta": ("<s>", "</s>"), "deberta-v3": ("[CLS]", "[SEP]"), "llama": ("<s>", "")}
 
 
-def make_text_tokenizer(
-    family: str, texts: Sequence[str] = TEXTS, *, added: tuple[str, str] | None = None, **settings: Any
-) -> PreTrainedTokenizerFast:
+def make_text_tokenizer(family, texts=TEXTS, *, added=None, **settings):
     """Return a tokenizer of `family` (a key of `CHATS`) that puts `added` around a text; default: the family's own."""
     special = [AddedToken(token, special=True) for token in SPECIAL[family].values()]
     tokenizer = _model(family, special, texts)
@@ -55,14 +50,14 @@ def make_text_tokenizer(
 
 
 def save_text_reward(
-    folder: Path,
-    family: str,
+    folder,
+    family,
     *,
-    seed: int = 0,
-    num_labels: int = 1,
-    model: dict[str, Any] | None = None,
-    **settings: Any,
-) -> Any:
+    seed=0,
+    num_labels=1,
+    model=None,
+    **settings,
+):
     """Save a random reward model of `family` with its tokenizer; return the tokenizer.
 
     Args:
@@ -77,9 +72,7 @@ def save_text_reward(
     return tokenizer
 
 
-def save_chat_policy(
-    folder: Path, *, more: int = 0, ends: int | list[int] | None = None, seed: int = 0, **settings: Any
-) -> PreTrainedTokenizerFast:
+def save_chat_policy(folder, *, more=0, ends=None, seed=0, **settings):
     """Save a random policy with ChatML and its tokenizer; return the tokenizer.
 
     Args:
@@ -96,7 +89,7 @@ def save_chat_policy(
     return tokenizer
 
 
-def _model(family: str, special: list[AddedToken], texts: Sequence[str]) -> Tokenizer:
+def _model(family, special, texts):
     """Return the tokenizer without a post-processor; the same texts always give the same ids."""
     if family in ("bert", "deberta-v3"):  # the library's trainers give other ids each time
         texts = [text.lower() if family == "bert" else text for text in texts]

@@ -1,12 +1,9 @@
 """Rules of the rendered configurations that Triton's protobuf cannot express."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rlhf_triton.wire.contract import TOKENS
 
 
-def check_rules(configs: Mapping[str, Any]) -> None:
+def check_rules(configs):
     """Check names, ragged inputs, batch sizes and the ensembles' wiring."""
     for model, config in configs.items():
         assert config.name == model
@@ -18,7 +15,7 @@ def check_rules(configs: Mapping[str, Any]) -> None:
             assert config.HasField("dynamic_batching"), model
 
 
-def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
+def _check_ensemble(configs, model):
     whole = configs[model]
     ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
     before = None
@@ -41,5 +38,5 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
     assert given >= {tensor.name for tensor in whole.output}, f"{model}: no step produces an output"
 
 
-def _type(tensor: Any) -> tuple[int, list[int]]:
+def _type(tensor):
     return tensor.data_type, list(tensor.dims)

@@ -10,7 +10,7 @@ from pathlib import Path
 from trl_run import train
 
 
-def main() -> None:
+def main():
     """Train."""
     policy = sys.argv[1]
     out = Path(sys.argv[2])

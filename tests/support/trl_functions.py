@@ -2,16 +2,11 @@
 
 import asyncio
 import re
-from collections.abc import Callable
-from typing import Any
 
-Chat = list[dict[str, str]]
 loops = {}
 
 
-def accuracy(
-    completions: list[Chat], solution: list[str], log_extra: Callable[..., None] | None = None, **kwargs: Any
-) -> list[float | None]:
+def accuracy(completions, solution, log_extra=None, **kwargs):
     """Return 1 for the boxed solution, else 0; None where the solution is no number."""
     scores = []
     for completion, expected in zip(completions, solution, strict=True):
@@ -20,18 +15,18 @@ def accuracy(
     return scores
 
 
-def echo(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
+def echo(prompts, completions, **columns):
     """Return whether the arguments are those in the column `expected`, which is one list per argument."""
     given = {"prompts": prompts, "completions": completions, **columns}
     return [float(given | {"expected": None} == {**columns["expected"][0], "expected": None})] * len(prompts)
 
 
-def contains(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
+def contains(prompts, completions, answer):
     """A function without `**kwargs`."""
     return [float(one in text) for one, text in zip(answer, completions, strict=True)]
 
 
-def shorter_than(completions: list[str], *, limit: int, **kwargs: Any) -> list[float]:
+def shorter_than(completions, *, limit, **kwargs):
     """A function with an option."""
     return [float(len(text) < limit) for text in completions]
 
@@ -39,14 +34,14 @@ def shorter_than(completions: list[str], *, limit: int, **kwargs: Any) -> list[f
 class Prefers:
     """A callable object with an option."""
 
-    def __init__(self, word: str) -> None:
+    def __init__(self, word):
         self.word = word
 
-    def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+    def __call__(self, prompts, completions, **kwargs):
         return [float(self.word in text) for text in completions]
 
 
-async def awaits(completions: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
+async def awaits(completions, answer, **kwargs):
     """A coroutine function, as for a judge behind an API, whose session needs one event loop for all calls."""
     await asyncio.sleep(0)
     assert asyncio.get_running_loop() is loops.setdefault("first", asyncio.get_running_loop())
@@ -56,10 +51,10 @@ async def awaits(completions: list[str], answer: list[str], **kwargs: Any) -> li
 class Awaits:
     """A callable object whose call is a coroutine, with an option."""
 
-    def __init__(self, word: str = "a") -> None:
+    def __init__(self, word="a"):
         self.word = word
 
-    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+    async def __call__(self, completions, **kwargs):
         await asyncio.sleep(0)
         return [float(self.word in text) for text in completions]
 
@@ -67,33 +62,33 @@ class Awaits:
 awaits_too = Awaits()
 
 
-async def each_length(given: Any) -> Any:
+async def each_length(given):
     """A coroutine function of a sample, or of a group of them."""
     await asyncio.sleep(0)
     return [len(sample.text) for sample in given] if isinstance(given, list) else len(given.text)
 
 
-async def hangs(sample: Any) -> float:
+async def hangs(sample):
     """A coroutine that never ends."""
     await asyncio.get_running_loop().create_future()
     raise AssertionError
 
 
-async def by_task(completions: list[str], task: list[str], answer: list[str], **kwargs: Any) -> list[float | None]:
+async def by_task(completions, task, answer, **kwargs):
     """A function for one task of several, whose rows have other columns."""
     return [float(right in c) if t == "math" else None for t, right, c in zip(task, answer, completions, strict=True)]
 
 
-def needs_trainer(completions: list[str], trainer_state: Any) -> list[float]:
+def needs_trainer(completions, trainer_state):
     """A function of what only the trainer has."""
     return [float(trainer_state.global_step) for _ in completions]
 
 
-def needs_ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+def needs_ids(completion_ids, **kwargs):
     """A function of the sampled token ids."""
     return [float(len(ids)) for ids in completion_ids]
 
 
-def one_too_many(completions: list[str], **kwargs: Any) -> list[float]:
+def one_too_many(completions, **kwargs):
     """A function with a bug."""
     return [0.0] * (len(completions) + 1)

@@ -6,14 +6,12 @@ completion and reward to `rewards.jsonl`.
 
 import json
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import rlhf_triton as rt
 
 
-def main() -> None:
+def main():
     """Train."""
     out = Path(sys.argv[2])
     steps = int(sys.argv[3])
@@ -31,14 +29,14 @@ def main() -> None:
 
 
 def train(
-    policy: str,
-    out: Path,
-    rows: Sequence[dict[str, Any]],
-    reward: Callable[..., Any],
+    policy,
+    out,
+    rows,
+    reward,
     *,
-    rollout: Callable[..., Any] | None = None,
-    **settings: Any,
-) -> None:
+    rollout=None,
+    **settings,
+):
     """Train with these settings of TRL's GRPOConfig; write what the trainer logs to `log.json`."""
     import torch
     from datasets import Dataset

@@ -1,8 +1,6 @@
 """Versions of weights with other content than was published, under a manifest that fits it."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.digests import digest_of
@@ -10,7 +8,7 @@ from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.weights import MANIFEST_FILE, WeightsStore
 
 
-def reseal(folder: Path, **changes: Any) -> None:
+def reseal(folder, **changes):
     """Write the manifest that a version's folder would have with the files that are there now.
 
     `changes`: fields of the manifest.
@@ -21,13 +19,13 @@ def reseal(folder: Path, **changes: Any) -> None:
     write_json(folder / MANIFEST_FILE, dataclasses.replace(manifest, **{**fitting, **changes}).to_json())
 
 
-def tensor_types(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensor_types(folder):
     """Return dtype and shape of the tensors in a version's folder."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: (info.dtype, info.shape) for path in files for name, info in read_header(path).items()}
 
 
-def flip(path: Path) -> None:
+def flip(path):
     """Change one bit in the middle of a file, which may be read-only; a second time, change it back."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,8 +1,5 @@
 """A policy whose responses come from fake vLLM servers."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 from random_models import word_tokenizer
 from tiny_checkpoints import VOCAB, save_tiny
@@ -17,7 +14,7 @@ PROMPTS = [Prompt("", "", np.asarray(tokens)) for tokens in ([3, 4], [5], [6, 7,
 END = [5, 6, 7, 1]
 
 
-def save_policy(folder: Path) -> Path:
+def save_policy(folder):
     """Write a tiny language model with a tokenizer; return the folder."""
     save_tiny(folder, "llama", "language", eos_token_id=1)
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCAB))]
@@ -28,7 +25,7 @@ def save_policy(folder: Path) -> Path:
 class VllmSetup:
     """A policy in `folder` that generates with fake servers."""
 
-    def __init__(self, folder: Path, checkpoint: Path, servers: list[str], **changes: Any) -> None:
+    def __init__(self, folder, checkpoint, servers, **changes):
         generation = {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": servers}}
         given = changes.pop("generation", {})
         generation |= {**given, "vllm": {**generation["vllm"], **given.get("vllm", {})}}
@@ -44,12 +41,12 @@ class VllmSetup:
         self.generation = self.policy.generation
         self.policy.renew_sampler()
 
-    def update(self) -> None:
+    def update(self):
         """Make a new version of the policy, as an update does."""
         self.policy.trained.optimizer_step += 1
         self.policy.renew_sampler(self.policy.trained.optimizer_step)
 
-    def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, PolicyTurn]:
+    def run(self, *, seed=3, greedy=False):
         """Generate a response to each of PROMPTS."""
         found = {}
 

@@ -312,7 +312,6 @@ class TestSections:
     def test_documented_report_section_example_works(self, tmp_path):
         docs = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
         found = re.search(r"```python\n(import rlhf_triton as rt\n\n\ndef sections.*?)```", docs.read_text(), re.DOTALL)
-        assert found is not None
         page = self.page_of(tmp_path, found[1])
         assert "<h2>The longest responses</h2>" in page
         assert "<table><tr><th class=n>step</th><th class=n>words</th><th>response</th></tr>" in page
@@ -460,7 +459,6 @@ class TestCommand:
         row = {"prompt": "p", "turns": played, "turn_rewards": [0.5, -1.0], "turn_values": [0.25, 1.0]}
         tokens = [["Wr", 0.5, -1.0], ["<ong>", 0.25, 3.0]]
         other = ReportConversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0], "turn_tokens": [tokens]})
-        assert other is not None
         assert [(message.reward, message.value) for message in other.messages] == [
             (None, None),
             (None, None),

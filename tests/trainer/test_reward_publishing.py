@@ -94,7 +94,6 @@ def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_b
     new = changed(run, better)
     assert run.tool("publish", str(new)) == 0
     told = capsys.readouterr().out
-    print(told)
     assert "accuracy on 12 pairs: 1.0000, served version 0: 1.0000" in told
     assert f"version 1 is served, with the weights of {new}" in told
     assert (run.store.current(), run.instance.served) == (1, [0, 1])
@@ -137,7 +136,6 @@ def test_publish_refuses_a_poisoned_reward_version(run, capsys, kind):
     before = run.config.reward.model
     assert run.tool("publish", str(changed(run, change))) == 2
     told = capsys.readouterr()
-    print(told.out, told.err)
     assert message.replace("\\", "") in told.err
     assert (run.store.current(), run.store.versions(), run.instance.served) == (0, [0], [0])
     assert run.tool("publish", str(before)) == 0, "the next one is judged on its own"
@@ -192,7 +190,6 @@ def test_publish_gate_errors_name_the_line(run, tmp_path, capsys, line):
     gate = str(tmp_path / "bad.jsonl")
     assert run.tool("publish", str(run.config.reward.model), gate=gate) == 2
     told = capsys.readouterr().err
-    print(told)
     assert BAD_PAIRS[line] in told
     assert run.store.versions() == [0]
 

@@ -12,7 +12,6 @@ import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
 from rlhf_triton.client.control_plane import ModelServers
 from rlhf_triton.config.sections import MonitoringSection
-from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.journal import Journal
@@ -118,7 +117,6 @@ def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkey
     entry = rig.send(2)
     until(lambda: rig.store.current() == 2)
     error = rig.stop()
-    assert isinstance(error, RlhfError)
     assert "waiting until version 2 is served" in str(error)
     instance.paused.clear()
     assert rig.start().answer(entry).weights_version == 2
@@ -192,8 +190,7 @@ def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
     entry = rig.send(1)
     until(lambda: "critic: the server on 127.0.0.1:1 cannot be reached" in str(rig.journal.heartbeat()))
     assert rig.journal.result(entry) is None
-    heartbeat = rig.journal.heartbeat()
-    assert heartbeat is None or heartbeat.state == "waiting until version 1 is served"
+    assert rig.journal.heartbeat().state == "waiting until version 1 is served"
     rig.serve()
     assert rig.answer(entry).weights_version == 1
 
@@ -242,7 +239,7 @@ def test_rejected_versions_and_bad_gradients_fail_only_their_step(make, straight
     assert instance.served == [0, 1, 3]
     assert torch.equal(rig.weights(), straight.weights(3))
     failed = rig.answer(rig.journal.accept_training(overflowing(), run_id="run", step=4))
-    assert "gradients are not finite" in (failed.error or "")
+    assert "gradients are not finite" in failed.error
     assert failed.weights_version == rig.store.current() == 3
     assert rig.train(5)[0].error is None
     after = rig.weights()

@@ -24,7 +24,7 @@ class BuildError(Exception):
     """The extension cannot be built; the message says why in one sentence."""
 
 
-def torch_folder() -> Path:
+def torch_folder():
     """Return the folder of the installed torch. Raises BuildError if there is none."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -32,12 +32,12 @@ def torch_folder() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def has_real_cuda() -> bool:
+def has_real_cuda():
     """Return whether the installed torch is a CUDA build, which needs no simulated GPUs."""
     return not re.search(r"^cuda\b[^=]*= None$", (torch_folder() / "version.py").read_text(), re.MULTILINE)
 
 
-def built() -> Path:
+def built():
     """Return the folder with `simcuda.so` and `own_checks.txt`, building them if needed.
 
     Several processes may call it at once: one builds, the others wait.
@@ -61,7 +61,7 @@ def built() -> Path:
     return folder
 
 
-def _key() -> str:
+def _key():
     sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("sim*.*")))
     digest = hashlib.sha256(sources + " ".join(FLAGS).encode()).hexdigest()[:12]
     version = re.search(r"__version__ = '([^']+)'", (torch_folder() / "version.py").read_text())
@@ -69,7 +69,7 @@ def _key() -> str:
     return f"torch-{version[1]}-{sys.implementation.cache_tag}-{digest}"
 
 
-def _compile(folder: Path) -> None:
+def _compile(folder):
     compiler = shutil.which("g++")
     headers = Path(sysconfig.get_path("include"))
     torch = torch_folder()
@@ -93,11 +93,11 @@ def _compile(folder: Path) -> None:
         (folder / name).unlink()
 
 
-def _start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+def _start(command, folder):
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _finish(process: subprocess.Popen[str]) -> None:
+def _finish(process):
     output, _ = process.communicate()
     if process.returncode:
         errors = [line for line in output.splitlines() if "error" in line]
@@ -106,7 +106,7 @@ def _finish(process: subprocess.Popen[str]) -> None:
         )
 
 
-def _own_checks() -> list[str]:
+def _own_checks():
     """Return the operators that check the devices of their arguments themselves, and take scalars of the host."""
     import yaml
 

@@ -5,8 +5,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import simcuda
 import torch
@@ -33,7 +32,7 @@ class Properties(NamedTuple):
 
 
 @contextlib.contextmanager
-def memory_limit(gpu: int, num_bytes: int) -> Iterator[None]:
+def memory_limit(gpu, num_bytes):
     """Let a GPU have `num_bytes`, what is allocated included: beyond, an allocation raises torch.OutOfMemoryError."""
     before = simcuda.limit(gpu)
     simcuda.set_limit(gpu, num_bytes)
@@ -43,11 +42,11 @@ def memory_limit(gpu: int, num_bytes: int) -> Iterator[None]:
         simcuda.set_limit(gpu, before)
 
 
-def total_memory(device: Any = None) -> int:
+def total_memory(device=None):
     return simcuda.limit(index_of(device)) or TOTAL_MEMORY
 
 
-def mem_get_info(device: Any = None) -> tuple[int, int]:
+def mem_get_info(device=None):
     total = total_memory(device)
     return max(0, total - simcuda.allocated(index_of(device))), total
 
@@ -55,24 +54,24 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 class DeviceContext:
     """`torch.cuda.device(...)`."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device):
         self.idx = index_of(device)
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.prev_idx = simcuda.current_device()
         simcuda.set_device(self.idx)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         simcuda.set_device(self.prev_idx)
 
 
-def exchange_device(gpu: int) -> int:
+def exchange_device(gpu):
     before = simcuda.current_device()
     simcuda.set_device(gpu)
     return before
 
 
-def install() -> None:
+def install():
     """Make `torch.cuda` and storages work on the simulated GPUs."""
     functions = {
         "_lazy_init": lambda: None,
@@ -116,7 +115,7 @@ def install() -> None:
     install_nccl()
 
 
-def _replace(name: str, new: Any) -> None:
+def _replace(name, new):
     """Replace a name of `torch.cuda`, also where its submodules have imported it."""
     old = getattr(torch.cuda, name)
     for module in [module for path, module in sys.modules.items() if f"{path}.".startswith("torch.cuda.")]:

@@ -3,7 +3,6 @@
 import ctypes
 import importlib.util
 import sys
-from types import ModuleType
 
 from simulated_cuda.build import built, torch_folder
 
@@ -11,14 +10,12 @@ NUM_GPUS = 8
 TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libshm.so", "libtorch_python.so")  # in the order of their needs
 
 
-def load() -> ModuleType:
+def load():
     """Return the extension, built if needed. Raises BuildError."""
     folder = built()
     for name in TORCH_LIBRARIES:
         ctypes.CDLL(str(torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     spec = importlib.util.spec_from_file_location("simcuda", folder / "simcuda.so")
-    assert spec is not None
-    assert spec.loader is not None
     native = importlib.util.module_from_spec(spec)
     sys.modules["simcuda"] = native
     spec.loader.exec_module(native)

@@ -5,13 +5,10 @@ A process that never imports torch pays for one entry in `sys.meta_path`.
 
 import importlib.util
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 
 
-def simulate_on_import() -> None:
+def simulate_on_import():
     """Give this process the simulated GPUs once it imports torch; torch must not be imported yet."""
     if any(isinstance(finder, _TorchFinder) for finder in sys.meta_path):
         return
@@ -23,9 +20,7 @@ def simulate_on_import() -> None:
 
 
 class _TorchFinder(MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
         from simulated_cuda import build
@@ -38,16 +33,15 @@ class _TorchFinder(MetaPathFinder):
 
 
 class _TorchLoader(Loader):
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader):
         self._loader = loader
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec):
         return self._loader.create_module(spec)
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module):
         from simulated_cuda import extension
 
-        assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         extension.load()
         self._loader.exec_module(module)

@@ -1,8 +1,5 @@
 """`nccl` as a backend for tensors of the simulated GPUs: gloo over their memory; tensors of the CPU are refused."""
 
-from datetime import timedelta
-from typing import Any
-
 import simcuda
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -10,7 +7,7 @@ from torch.distributed import distributed_c10d as c10d
 NAME = "simnccl"
 
 
-def install_nccl() -> None:
+def install_nccl():
     """Register the backend, and make `torch.distributed` choose it where `nccl` is named."""
     dist.Backend.register_backend(NAME, _create, devices=["cuda"])
     join = c10d.init_process_group
@@ -29,10 +26,10 @@ def install_nccl() -> None:
         module.new_group = new_simulated_group
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _create(store, rank, size, timeout):
     gloo = dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout=timeout)
     return simcuda.make_nccl(gloo)
 
 
-def _renamed(backend: str | None) -> str | None:
+def _renamed(backend):
     return backend if backend is None else str(backend).replace("nccl", NAME)

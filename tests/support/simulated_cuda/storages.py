@@ -2,11 +2,10 @@
 
 import simcuda
 import torch
-from torch import Tensor
 from torch.storage import UntypedStorage
 
 
-def install_storages() -> None:
+def install_storages():
     """Let `clone`, `cpu` and `resize_` work on storages of the GPUs."""
     clone = UntypedStorage.clone
     cpu = UntypedStorage.cpu
@@ -29,5 +28,5 @@ def install_storages() -> None:
     UntypedStorage.resize_ = resized
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def _bytes_of(storage):
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -6,7 +6,6 @@ A thread starts with `cuda:0` as its current GPU. ATen launches a kernel on the 
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import simcuda
@@ -24,17 +23,17 @@ class Launches(NamedTuple):
 class LaunchRecord:
     """The kernels launched by this process's threads in the block of `recorded_launches`; filled at its end."""
 
-    def __init__(self) -> None:
-        self.launches: list[Launches] = []
+    def __init__(self):
+        self.launches = []
 
     @property
-    def strays(self) -> list[Launches]:
+    def strays(self):
         """Kernels on another GPU than the thread's current one."""
         return [each for each in self.launches if each.current != each.gpu]
 
 
 @contextlib.contextmanager
-def recorded_launches() -> Iterator[LaunchRecord]:
+def recorded_launches():
     """Record the kernels of all threads of this process in the block; then `assert record.strays == []`."""
     names = {}
     run = threading.Thread.run

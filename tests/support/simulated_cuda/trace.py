@@ -1,12 +1,9 @@
 """Counts kernels on the simulated GPUs, and the places where the host waits for a GPU."""
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import simcuda
 import torch
@@ -46,7 +43,7 @@ INDEXING = {"index", "index_put_", "index_put", "_unsafe_index", "_index_put_imp
 _active = threading.local()
 
 
-def host_waits(why: str) -> None:
+def host_waits(why):
     """Count a wait of this thread's host code in each active `Trace`."""
     for trace in getattr(_active, "traces", ()):
         trace.count_wait(why)
@@ -66,36 +63,36 @@ class Trace(TorchDispatchMode):
         where: host waits by (cause, line of the project).
     """
 
-    def __init__(self, *, places: bool = True) -> None:
+    def __init__(self, *, places=True):
         super().__init__()
         self._places = places
-        self.ops: Counter[str] = Counter()
-        self.streams: Counter[tuple[int, int]] = Counter()
-        self.waits: Counter[str] = Counter()
-        self.where: Counter[tuple[str, str]] = Counter()
+        self.ops = Counter()
+        self.streams = Counter()
+        self.waits = Counter()
+        self.where = Counter()
 
     @property
-    def kernels(self) -> int:
+    def kernels(self):
         return self.ops.total()
 
     @property
-    def num_waits(self) -> int:
+    def num_waits(self):
         return self.waits.total()
 
-    def count_wait(self, why: str) -> None:
+    def count_wait(self, why):
         self.waits[why] += 1
         if self._places:
             self.where[why, _place()] += 1
 
-    def __enter__(self) -> Trace:
+    def __enter__(self):
         _active.traces = [*getattr(_active, "traces", ()), self]
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         _active.traces = [trace for trace in _active.traces if trace is not self]
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -112,7 +109,7 @@ class Trace(TorchDispatchMode):
         return out
 
 
-def _cause(name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> str | None:
+def _cause(name, args, kwargs, given, made):
     """Return why the host waits in this operator, or None if it does not."""
     if name == "_to_copy":
         return _copy_cause(args[0], made[0], kwargs.get("non_blocking"))
@@ -131,7 +128,7 @@ def _cause(name: str, args: Any, kwargs: Any, given: list[Tensor], made: list[Te
     return None
 
 
-def _copy_cause(source: Tensor, target: Tensor, non_blocking: Any) -> str | None:
+def _copy_cause(source, target, non_blocking):
     """Return why a copy waits: all but non-blocking ones from or into pinned memory of the host do."""
     if source.is_cuda == target.is_cuda:
         return None
@@ -142,7 +139,7 @@ def _copy_cause(source: Tensor, target: Tensor, non_blocking: Any) -> str | None
     return None if on_host.is_pinned() else f"{way}, pageable memory"
 
 
-def _index_cause(name: str, args: Any) -> str | None:
+def _index_cause(name, args):
     for index in args[1]:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             return f"{name} with a mask"
@@ -151,7 +148,7 @@ def _index_cause(name: str, args: Any) -> str | None:
     return None
 
 
-def _place() -> str:
+def _place():
     """Return the innermost line of the project, or of transformers if there is none."""
     stack = traceback.extract_stack()
     for start in (SOURCES, None):

@@ -1,12 +1,6 @@
 """Stand-in for the module that exists only inside Triton's stub, so that a test can run a model in its own process."""
 
-from __future__ import annotations
-
 import queue
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
-
-import numpy as np
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
@@ -14,14 +8,14 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 class Tensor:
     """A named array."""
 
-    def __init__(self, name: str, array: np.ndarray) -> None:
+    def __init__(self, name, array):
         self._name = name
         self._array = array
 
-    def name(self) -> str:
+    def name(self):
         return self._name
 
-    def as_numpy(self) -> np.ndarray:
+    def as_numpy(self):
         return self._array
 
 
@@ -32,7 +26,7 @@ class TritonError:
     INVALID_ARG = "INVALID_ARG"
     UNAVAILABLE = "UNAVAILABLE"
 
-    def __init__(self, message: str, code: str) -> None:
+    def __init__(self, message, code):
         try:
             message.encode()
         except UnicodeEncodeError as error:
@@ -43,7 +37,7 @@ class TritonError:
 class InferenceResponse:
     """Output tensors or an error; unlike the real one it keeps the tensors that the caller did not request."""
 
-    def __init__(self, output_tensors: Sequence[Tensor] = (), error: TritonError | None = None) -> None:
+    def __init__(self, output_tensors=(), error=None):
         self.outputs = {tensor.name(): tensor.as_numpy() for tensor in output_tensors}
         self.error = None if error is None else error.text
 
@@ -51,32 +45,32 @@ class InferenceResponse:
 class Request:
     """A request for `outputs`, and its own response sender; `responses` receives what the model sends."""
 
-    def __init__(self, inputs: Mapping[str, np.ndarray], outputs: Collection[str], parameters: str = "") -> None:
+    def __init__(self, inputs, outputs, parameters=""):
         self.inputs = inputs
         self._parameters = parameters
         self.num_looks_at_outputs = 0
-        self.responses: queue.SimpleQueue[InferenceResponse] = queue.SimpleQueue()
+        self.responses = queue.SimpleQueue()
         self._outputs = outputs
 
-    def get_response_sender(self) -> Request:
+    def get_response_sender(self):
         return self
 
-    def requested_output_names(self) -> Collection[str]:
+    def requested_output_names(self):
         self.num_looks_at_outputs += 1
         return self._outputs
 
-    def timeout(self) -> int:
+    def timeout(self):
         return 0
 
-    def parameters(self) -> str:
+    def parameters(self):
         return self._parameters
 
-    def send(self, response: InferenceResponse, flags: int) -> None:
+    def send(self, response, flags):
         assert flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
         self.responses.put(response)
 
 
-def get_input_tensor_by_name(request: Request, name: str) -> Tensor | None:
+def get_input_tensor_by_name(request, name):
     return Tensor(name, request.inputs[name]) if name in request.inputs else None
 
 
@@ -85,21 +79,21 @@ class MetricFamily:
 
     COUNTER = GAUGE = None
 
-    def __init__(self, **_: object) -> None:
+    def __init__(self, **_):
         pass
 
-    def Metric(self, **_: object) -> MetricFamily:
+    def Metric(self, **_):
         return self
 
-    def increment(self, _: float) -> None:
+    def increment(self, _):
         pass
 
-    def set(self, _: float) -> None:
+    def set(self, _):
         pass
 
 
 class Logger:
     """The server's log, printed to pytest's captured output."""
 
-    log_info: Any = print
-    log_error: Any = print
+    log_info = print
+    log_error = print
