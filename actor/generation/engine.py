@@ -19,7 +19,7 @@ from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.generation import Generation, JobSource
 from rlhf_triton.actor.generation.row_sources import IsPaused, PromptSource, RowId, RowSource, SamplingJob
-from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler, decoded_rows
+from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler
 from rlhf_triton.config import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
 from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
@@ -267,15 +267,15 @@ class LocalGeneration(Generation):
         """
         while source.size and not is_paused():
             if not self._waiting_rows:
-                new_rows = decoded_rows(source, wait=True)
-                self._waiting_rows = sorted(new_rows, key=lambda row: (-len(row.tokens), row.id))
+                new_rows = map(DecodedRow, source.next_rows(wait=True))
+                self._waiting_rows = sorted(new_rows, key=lambda row: (-len(row.tokens), row.new.id))
             batch = self._waiting_rows[:size]
             self._waiting_rows = self._waiting_rows[size:]
             if not batch:  # woken
                 continue
             self._transformers_turns(batch, source.longest)
             for row in batch:
-                source.deliver(row.id, row.turn(self._sampling_settings()))
+                source.deliver(row.new.id, row.turn(self._sampling_settings()))
 
     def _transformers_turns(self, rows: list[DecodedRow], longest: int) -> None:
         """Sample the next turn of each row with transformers' `generate`; the first row must be the longest."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedVersion
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
-from rlhf_triton.actor.generation.row_sources import IsPaused, RowId, RowSource
+from rlhf_triton.actor.generation.row_sources import IsPaused, NewRow, RowId, RowSource
 from rlhf_triton.actor.generation.shared_prompts import find_distinct
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.gpu import to_device
@@ -48,18 +48,20 @@ class SamplingSettings:
     has_stop_string: Callable[[list[int]], bool] | None = None  # returns whether a turn's tokens end with a stop string
 
 
-@dataclass(kw_only=True)
 class DecodedRow:
     """A row in decoding: a prompt with the response so far, or a conversation with the turn so far."""
 
-    id: RowId
-    tokens: list[int]  # tokens before the turn, and the turn's tokens
-    turn_start: int  # index of the turn's first token
-    draws: Iterator[float] | None  # a uniform number for each sampled token; None: take the most likely token
-    order: int = 0  # number of the row's job
-    first_column: int = 0  # cache column of the row's first token
-    logprobs: list[float] = field(default_factory=list)  # log-probs of the turn's tokens
-    versions: list[RecordedVersion] = field(default_factory=list)  # of the weights that sampled each token of the turn
+    def __init__(self, new: NewRow) -> None:
+        self.new = new
+        self.tokens = [*new.tokens]
+        """Tokens before the turn, and the turn's tokens."""
+        self.turn_start = len(new.tokens)
+        self.first_column = 0
+        """Cache column of the row's first token."""
+        self.logprobs: list[float] = []
+        """Log-probs of the turn's tokens."""
+        self.versions: list[RecordedVersion] = []
+        """Versions of the weights that sampled the turn's tokens."""
 
     @property
     def num_sampled(self) -> int:
@@ -82,14 +84,6 @@ class DecodedRow:
         return PolicyTurn(self.tokens[self.turn_start :], self.has_ended(settings), self.logprobs, self.versions)
 
 
-def decoded_rows(source: RowSource, *, wait: bool) -> list[DecodedRow]:
-    """Return the rows from `source.next_rows`, whose turns have not begun."""
-    return [
-        DecodedRow(id=row.id, tokens=[*row.tokens], turn_start=len(row.tokens), draws=row.draws, order=row.order)
-        for row in source.next_rows(wait=wait)
-    ]
-
-
 class TokenSampler:
     """Draws the next token of each row under `SamplingSettings`."""
 
@@ -102,7 +96,7 @@ class TokenSampler:
 
     def inputs(self, rows: Sequence[DecodedRow]) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows' next draws, float64 `[rows]` or empty, and whether each is below `min_new_tokens`, bool."""
-        draws = np.array([next(row.draws) for row in rows if row.draws])
+        draws = np.array([next(row.new.draws) for row in rows if row.new.draws])
         return draws, np.array([row.num_sampled < self._settings.min_new_tokens for row in rows])
 
     def append(self, rows: Sequence[DecodedRow], logits: Tensor, draws: Tensor, early: Tensor, *, version: int) -> None:
@@ -117,7 +111,7 @@ class TokenSampler:
         """
         settings = self._settings
         logits.index_fill_(1, self._banned, -torch.inf)
-        self._watch([row.id for row in rows], logits)
+        self._watch([row.new.id for row in rows], logits)
         scaled = logits if settings.temperature == 1.0 else logits / settings.temperature
         normaliser = scaled.logsumexp(-1)
         allowed = logits
@@ -193,13 +187,13 @@ class Decoder:
         self._version = version
         while not is_paused():
             wait = not self._rows and not self._waiting
-            new_rows = decoded_rows(row_source, wait=wait)
+            new_rows = row_source.next_rows(wait=wait)
             if wait and not new_rows and not row_source.size:
                 break
-            self._waiting += new_rows
+            self._waiting += map(DecodedRow, new_rows)
             self._resize(row_source)
             # Longest first: rows that join later mostly fit into the columns left of `end`, and padding stays small.
-            self._waiting.sort(key=lambda row: (row.order, -len(row.tokens), row.id))
+            self._waiting.sort(key=lambda row: (row.new.order, -len(row.tokens), row.new.id))
             free = self._cache.rows - len(self._rows)
             if self._waiting and free and (not self._rows or free >= self._cache.rows // REFILL_SHARE):
                 self._prefill(self._next_prompts(free))
@@ -302,7 +296,7 @@ class Decoder:
             last = len(self._rows) - 1
             if not row.is_over(self._settings, self._longest):
                 continue
-            row_source.deliver(row.id, row.turn(self._settings))
+            row_source.deliver(row.new.id, row.turn(self._settings))
             if i < last:
                 self._cache.copy_rows([last], i, self._rows[last].first_column, self._end)
             self._rows[i] = self._rows[last]
