@@ -38,17 +38,15 @@ def prepared(recipe: str, cache_dir: Path, seed: int, quick: bool) -> dict[str, 
     if recipe == "agent":
         prompts = agent.prepare(cache_dir / f"agent{size}", models)
     files = {
-        "reward.model": prompts / "reward",
-        "critic.model": models / "critic",
         "actor.policy.model": models / "policy",
         "actor.prompts.path": prompts / "prompts.jsonl",
         "actor.validation.prompts": prompts / "validation.jsonl",
     }
-    if recipe == "agent":
-        files["environment.options.games"] = prompts / agent.GAMES
-    without = {"reasoning": ("reward.model", "critic.model"), "sao": ("reward.model",)}
-    without["agent"] = without["reasoning"]
-    return {key: file for key, file in files.items() if key not in without.get(recipe, ())}
+    if recipe in ("sentences", "chat"):
+        files["reward.model"] = prompts / "reward"
+    if recipe in ("sentences", "chat", "sao"):
+        files["critic.model"] = models / "critic"
+    return files
 
 
 @reporting

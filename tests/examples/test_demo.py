@@ -127,10 +127,9 @@ def test_reasoning_sao_and_agent_demos_use_the_same_prompts(tmp_path):
     for line in train[:20]:
         right = line["task"]["answer"]
         assert [verdict(line, f" {text}\n") for text in (right, str(int(right) + 1))] == [1.0, 0.0]
-    games = json.loads(game["actor.prompts.path"].with_name("games.json").read_text())
     for sums, rows in zip((train, held_out), prompts_of(game), strict=True):
-        expected = [[line["text"], line["task"]["answer"]] for line in sums]
-        assert [games[str(row["seed"])] for row in rows] == expected
+        expected = [(line["text"], line["task"]["answer"]) for line in sums]
+        assert [(row["question"], row["answer"]) for row in rows] == expected
 
 
 def verdict(line, response):
@@ -157,14 +156,14 @@ def test_sum_verifier_accepts_only_the_bare_answer(response, expected):
     assert verdict({"text": "43 + 14 =", "task": task}, response) == expected
 
 
-def test_sums_game_hints_at_the_answer_after_a_wrong_try(tmp_path):
-    (tmp_path / "games.json").write_text(json.dumps({"7": ["What is: 2 + 3 =", "5"]}))
-    game = runpy.run_path(str(ROOT / "examples/demo/sums_game.py"))["SumsGame"](str(tmp_path / "games.json"))
-    assert game.reset({"seed": 7}) == "What is: 2 + 3 ="
+def test_sums_game_hints_at_the_answer_after_a_wrong_try():
+    game = runpy.run_path(str(ROOT / "examples/demo/sums_game.py"))["SumsGame"]()
+    row = {"question": "What is: 2 + 3 =", "answer": "5"}
+    assert game.reset(row) == "What is: 2 + 3 ="
     assert game.step("I do not know.") == ("I see no number. Try again: 2 + 3 =", 0.0, False)
     assert game.step("4") == ("4 is too low. Try again: 2 + 3 =", 0.0, False)
     assert game.step("2 + 3 = 6")[1:] == (0.0, True)
-    game.reset({"seed": 7})
+    game.reset(row)
     assert game.step("It is 5.") == ("That is right.", 1.0, True)
 
 
