@@ -223,7 +223,7 @@ class ReloadService:
         with torch.no_grad():
             list(self.critic.model.parameters())[-1].add_(PERTURBATION)
         publisher = Publisher(self.config, self.store, run_id=RUN_ID, epoch=1)
-        done = publisher.publish(self.critic, step=self._step, beat=lambda state: None)
+        done = publisher.publish(self.critic, step=self._step, on_wait=lambda state: None)
         return {key: getattr(done, key) for key in ("version", "publish_ms", "verify_ms", "reload_ms")}
 
 

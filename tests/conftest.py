@@ -19,8 +19,8 @@ import torch
 from hypothesis import settings
 
 from rlhf_triton.client import retry
+from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.tools.server.ports import release_ports
-from rlhf_triton.wire.messages import warn_once
 
 # Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
 sys.path.append(str(Path(__file__).parent / "support" / "stub"))

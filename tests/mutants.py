@@ -59,6 +59,19 @@ class Mutation:
                 raise ValueError(f"{self.name}: {file} has no test {name}")
 
 
+def check_names(mutations):
+    """Raise ValueError if a fault uses a name that its file does not define: any test would notice such a fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, mutation in enumerate(mutations):
+            if mutation.file.endswith(".py"):
+                (Path(folder) / f"{number}.py").write_text(mutation.of((ROOT / mutation.file).read_text()))
+        ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--output-format=concise", "--select=F821", folder]
+        problems = subprocess.run(ruff, capture_output=True, text=True, check=False).stdout
+    wrong = re.search(r"(\d+)\.py:\d+:\d+: (.+)", problems)
+    if wrong:
+        raise ValueError(f"{mutations[int(wrong[1])].name}: {wrong[2]}")
+
+
 def read_mutations(path=LIST):
     """Return the faults listed in `path`."""
     return [Mutation(**item) for item in tomllib.loads(path.read_text())["mutation"]]
@@ -122,12 +135,13 @@ def main():
     parser.add_argument("--list", action="store_true", help="only check that texts and tests are found")
     args = parser.parse_args()
     chosen = [m for m in read_mutations() if not args.only or any(o in m.name or o in m.file for o in args.only)]
-    for mutation in chosen:
-        try:
+    try:
+        for mutation in chosen:
             mutation.of((ROOT / mutation.file).read_text())
             mutation.check_tests()
-        except (ValueError, OSError) as error:
-            sys.exit(f"tests/mutations.toml: {error}")
+        check_names(chosen)
+    except (ValueError, OSError) as error:
+        sys.exit(f"tests/mutations.toml: {error}")
     if args.list:
         print(f"{len(chosen)} faults, each in one place")
         return 0

@@ -165,7 +165,7 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
         load(store.folder(target)),
         step=manifest.step,
         parent=target,
-        beat=_heartbeat(store),
+        on_wait=_heartbeat(store),
         write=write,
     )
     print(f"version {reload.version} is served, with the weights of version {target} (step {manifest.step})")
@@ -187,7 +187,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
     check_checkpoint(checkpoint)
-    reload = publish_reward(config, checkpoint, beat=_heartbeat(store))
+    reload = publish_reward(config, checkpoint, on_wait=_heartbeat(store))
     print(f"version {reload.version} is served, with the weights of {checkpoint}")
 
 
@@ -213,7 +213,7 @@ def _heartbeat(store: WeightsStore) -> Callable[[str], None]:
     """
     deadline: float | None = None
 
-    def beat(state: str) -> None:
+    def on_wait(state: str) -> None:
         nonlocal deadline
         deadline = deadline or time.monotonic() + PATIENCE_S
         if not store.records.alive() and not store.records.died():  # a supervisor replaces an instance that died
@@ -224,7 +224,7 @@ def _heartbeat(store: WeightsStore) -> Callable[[str], None]:
                 "shows which version each instance serves"
             )
 
-    return beat
+    return on_wait
 
 
 def _loader(config: RunConfig, model: LiveModel) -> Callable[[Path], Any]:

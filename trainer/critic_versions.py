@@ -66,7 +66,7 @@ class CriticVersions:
             # publish without it, which reuses the newest version if its content is the same.
             written = self.store.versions()[-1] > newest
             return self.publisher.publish(
-                self.critic.update.critic, step=step, beat=self.progress.wait, parent=None if written else parent
+                self.critic.update.critic, step=step, on_wait=self.progress.wait, parent=None if written else parent
             )
 
         try:

@@ -24,12 +24,12 @@ TOLERANCE = 0.01  # how far a new version's accuracy on the gate may be below th
 
 
 def publish_reward(
-    config: RunConfig, checkpoint: Path, *, beat: Callable[[str], None], say: Callable[[str], None] = print
+    config: RunConfig, checkpoint: Path, *, on_wait: Callable[[str], None], say: Callable[[str], None] = print
 ) -> Reload:
     """Serve the weights in a checkpoint as a new version, if they pass all checks.
 
     Args:
-        beat: called repeatedly while waiting, with a description of the state.
+        on_wait: called repeatedly while waiting, with a description of the state.
         say: called with a text about the accuracies on the gate.
 
     Raises:
@@ -68,4 +68,4 @@ def publish_reward(
             )
     publisher = Publisher(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
     write = functools.partial(copy_checkpoint, checkpoint)
-    return publisher.publish(candidate, step=0, parent=current, beat=beat, write=write, source=checkpoint)
+    return publisher.publish(candidate, step=0, parent=current, on_wait=on_wait, write=write, source=checkpoint)

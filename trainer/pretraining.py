@@ -27,12 +27,12 @@ EPOCHS = 3  # passes over the training set
 LOGGED = 10  # log lines per pass over the training set
 
 
-def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Callable[[str], None]) -> CriticModel:
+def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, on_wait: Callable[[str], None]) -> CriticModel:
     """Return `critic` after training on `critic.pretrain`; log its explained variance on held-out prompts.
 
     Args:
         ranks: the processes that train the critic, of which this is rank 0.
-        beat: called after each micro-batch, with a description of the state.
+        on_wait: called after each micro-batch, with a description of the state.
 
     Raises:
         ConfigError: the training set cannot be used; the message names the file.
@@ -55,7 +55,7 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, beat: Ca
             part = training[first : first + size]
             rows = [part[i] for i in np.random.default_rng([config.run.seed, epoch, first]).permutation(len(part))]
             try:
-                report = update.train(packed(rows), lambda _: beat("pretraining the critic"))
+                report = update.train(packed(rows), lambda _: on_wait("pretraining the critic"))
             except (NotFinite, OutOfMemory) as error:
                 raise ConfigError(f"{KEY}: {error}; lower trainer.optimizer.lr or trainer.token_budget") from error
             if not report.is_finite:

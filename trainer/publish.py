@@ -96,7 +96,7 @@ class Publisher:
         model: CriticModel | RewardModel,
         *,
         step: int,
-        beat: Callable[[str], None],
+        on_wait: Callable[[str], None],
         parent: int | None = None,
         write: Callable[[Path], Mapping[str, str] | None] | None = None,
         source: Path | None = None,
@@ -106,7 +106,7 @@ class Publisher:
         Args:
             model: holds the new weights.
             step: number of critic updates that produced them; 0 for a reward model.
-            beat: called repeatedly while waiting, with a description of the state.
+            on_wait: called repeatedly while waiting, with a description of the state.
             parent: the version of which these weights are a copy, after a rewind or rollback; they then always get a
                 new number. Without `parent`, the newest version is reused if it has the same content (a replay after a
                 crash).
@@ -139,10 +139,10 @@ class Publisher:
             with span("verify", version=manifest.version):
                 verify_version(self._store, manifest.version, model, expected)
                 if in_slices:
-                    self.await_staging(manifest, beat)
+                    self.await_staging(manifest, on_wait)
             verified = time.monotonic()
             with span("reload", version=manifest.version):
-                served_by = self._serve(manifest, beat)
+                served_by = self._serve(manifest, on_wait)
         except WeightsError as error:
             self.rejected += 1
             raise VersionRejected(str(error)) from error
@@ -157,7 +157,7 @@ class Publisher:
             served_by=served_by,
         )
 
-    def await_staging(self, manifest: Manifest, beat: Callable[[str], None]) -> None:
+    def await_staging(self, manifest: Manifest, on_wait: Callable[[str], None]) -> None:
         """Wait until every live, serving instance has staged the version and reproduced the canary row's values.
 
         This checks the forward pass of a version that several ranks wrote, each of which has only a part of the critic.
@@ -176,7 +176,7 @@ class Publisher:
                 raise WeightsError(f"version {version} was refused by {refused.name}: {refused.staging_error}")
             if not waiting:
                 return
-            beat(f"waiting until version {version} is staged")
+            on_wait(f"waiting until version {version} is staged")
             self.reload_dead_instances()
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not staged yet: reloading %s through Triton", version, self._model)
@@ -219,7 +219,7 @@ class Publisher:
         with working(f"reloading {self._model} through Triton"):
             return self._reload_all()
 
-    def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
+    def _serve(self, manifest: Manifest, on_wait: Callable[[str], None]) -> dict[str, int]:
         """Set CURRENT and wait until every live instance serves the version; return each instance's version.
 
         If an instance rejects the version, sets CURRENT back and raises WeightsError.
@@ -239,7 +239,7 @@ class Publisher:
                 raise WeightsError(f"version {version} was refused by {refused.name}: {refused.error}")
             if records and all(record.version is not None and record.version >= version for record in records):
                 return {record.name: record.version for record in records if record.version is not None}
-            beat(f"waiting until version {version} is served")
+            on_wait(f"waiting until version {version} is served")
             # The new version may be what killed an instance.
             self._reject_if_refused(version, previous, self.reload_dead_instances())
             if time.monotonic() > recover_at:
@@ -335,11 +335,13 @@ def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
     )
 
 
-def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable[[str], None] = lambda _: None) -> None:
+def initialise_stores(
+    config: RunConfig, ranks: AnyRanks = ALONE, on_wait: Callable[[str], None] = lambda _: None
+) -> None:
     """Publish version 0 of each model that is served from a weights store, unless it has one.
 
     Args:
-        ranks, beat: see `pretrained`.
+        ranks, on_wait: see `pretrained`.
 
     Raises:
         CheckpointError: see `initialise_store`; or the reward model cannot be loaded.
@@ -348,7 +350,7 @@ def initialise_stores(config: RunConfig, ranks: AnyRanks = ALONE, beat: Callable
     for model in live_models(config):
         store = WeightsStore(model.store)
         if model.name == "critic":
-            pretrain = functools.partial(pretrained, config=config, ranks=ranks, beat=beat)
+            pretrain = functools.partial(pretrained, config=config, ranks=ranks, on_wait=on_wait)
             initialise_store(store, config.critic, run_id=config.run.identity, pretrain=pretrain)
         elif store.current() is None:
             reward_loader(config.reward)(config.reward.model).check_finite()

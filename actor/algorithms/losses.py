@@ -14,8 +14,6 @@ from rlhf_triton.actor.algorithms.inputs import LossAndMetrics, LossInputs
 
 MOST_DPPO_RATIO = 20.0  # as in verl
 
-MOST_DPPO_RATIO = 20.0  # as in verl
-
 
 def clipped(inputs: LossInputs) -> LossAndMetrics:
     """Compute PPO's clipped surrogate loss.

@@ -18,8 +18,8 @@ from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.data.chat import Chat, ChatMessage, TemplateError
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.checkpoints.tokenization import encode_bare_text
+from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import TOOLS
-from rlhf_triton.wire.messages import warn_once
 
 logger = logging.getLogger(__name__)
 MOST_ENDED = 100_000  # names of ended sessions that are remembered

@@ -9,8 +9,9 @@ from typing import Any
 
 from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text
 from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import TOOLS, render_chat
-from rlhf_triton.wire.messages import BadMessages, warn_once
+from rlhf_triton.wire.messages import BadMessages
 
 ChatMessage = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template

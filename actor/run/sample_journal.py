@@ -215,7 +215,7 @@ def environment_of() -> dict[str, Any]:
 def _digests_of(tensors: Mapping[str, Tensor]) -> list[int]:
     """Return the digest of each tensor, in the order of their names.
 
-    None if they are sharded, or on a GPU, from which copying them takes long.
+    [] if they are sharded, or on a GPU, from which copying them takes long.
     """
     if any(tensor.device.type != "cpu" or isinstance(tensor, DTensor) for tensor in tensors.values()):
         return []

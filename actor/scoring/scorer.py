@@ -122,8 +122,8 @@ class Scorer:
             if model != CRITIC or error.code != UNKNOWN_MODEL:
                 raise
             raise RlhfError(
-                f"the server has no {CRITIC}, which actor.algorithm.name: ppo needs ({error}); start it with this "
-                "configuration, or choose grpo, rloo or reinforce++"
+                f"the server has no {CRITIC}, which actor.algorithm.name needs ({error}); start it with this "
+                "configuration, or choose an algorithm without a critic, such as grpo, rloo or reinforce++"
             ) from error
 
     async def score(

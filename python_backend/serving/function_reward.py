@@ -115,7 +115,7 @@ class FunctionReward:
             text = first + second
             if isinstance(metadata.get(MESSAGES_KEY), list):
                 text, metadata = with_reply(metadata[MESSAGES_KEY], text, metadata)
-            ids: Any = None
+            ids: list[int] | None = None
             if self._tokenizer is not None:
                 ids = encode_bare_text(self._tokenizer, text)[:LONGEST_ROW_TOKENS]
             yield Sample(text, ids, metadata)

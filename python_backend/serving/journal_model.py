@@ -34,7 +34,7 @@ from rlhf_triton.wire.contract import (
     WEIGHTS_VERSION,
     Arrays,
     ContractError,
-    optional_text,
+    optional_run_id,
 )
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
@@ -86,7 +86,7 @@ class JournalServer:
             try:
                 self._check_sender(call)
                 with tracing.span(f"{self._model}: journal", parent=traceparent_of(call)):
-                    run_id = optional_text(RUN_ID, call.array(RUN_ID))
+                    run_id = optional_run_id(RUN_ID, call.array(RUN_ID))
                     entry = self._accept(self.journal, call, run_id, Sender.parse(call.header(SENDER_HEADER)))
             except OSError as error:  # process edge: a disk error; nothing was accepted, so the caller may retry
                 call.fail(Unavailable(f"the journal cannot be written: {reason_of(error)}"))

@@ -1,7 +1,7 @@
 """Selects the rows of the next forward pass: the oldest row, and rows of similar length that are cheaper to add than to
 run alone.
 
-Pure bookkeeping: no torch, no Triton, no threads.
+Needs neither torch nor Triton.
 """
 
 import heapq

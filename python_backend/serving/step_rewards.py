@@ -37,7 +37,10 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class StepReader(RowReader):
-    """Reads the rows of a process reward; see `RowReader`. Raises CheckpointError if the mark must be one token."""
+    """Reads the rows of a process reward; see `RowReader`.
+
+    Raises CheckpointError without `apart` if the mark is not one token.
+    """
 
     _: KW_ONLY
     per_token: bool = False  # every token is a step

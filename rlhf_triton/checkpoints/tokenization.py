@@ -14,8 +14,8 @@ from rlhf_triton.checkpoints.config_keys import read_key
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, model_type_of, read_config
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, library_reason
 from rlhf_triton.checkpoints.row_length import text_config
+from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
-from rlhf_triton.wire.messages import warn_once
 
 LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
@@ -321,7 +321,6 @@ def _tensor(name: str, values: np.ndarray) -> triton.InferInput:
     return tensor
 
 
-T = TypeVar("T")
 PROBE_TIMEOUT_S = 10.0
 
 

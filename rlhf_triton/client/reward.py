@@ -16,9 +16,10 @@ from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_obje
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ClientSection
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import Messages
 from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, VersionRange, whole_number
-from rlhf_triton.wire.messages import BadMessages, plain_messages, warn_once
+from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 logger = logging.getLogger(__name__)
 Input: TypeAlias = str | tuple[str | Messages, str] | Messages | Sequence[int] | np.ndarray

@@ -515,7 +515,7 @@ def needs_correction(actor: ActorSection) -> bool:
 
 
 def _check_rewards(actor: ActorSection) -> None:
-    """Reject penalties that would have no effect."""
+    """Reject settings of rewards and KL that contradict others, or would have no effect."""
     rewards = actor.rewards
     algorithm = actor.algorithm
     kl = actor.kl

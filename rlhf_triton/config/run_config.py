@@ -71,9 +71,9 @@ class RunConfig(Section):
     """Terms of a weighted sum of rewards, by name; default: only the reward model, or, with an `environment`, only its
     own rewards."""
     critic: CriticSection = CriticSection()
-    """The critic; needs a `model` if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML without
-    `actor`, or with only `actor.client`, serves the models that it names for another trainer: `reward` or `rewards`,
-    `critic`, or both."""
+    """The critic; needs a `model` if the algorithm has a critic (`ppo`, `vapo`, `sao`), otherwise none is served. A
+    YAML without `actor`, or with only `actor.client`, serves the models that it names for another trainer: `reward` or
+    `rewards`, `critic`, or both."""
     reference: ReferenceSection = ReferenceSection()
     """The reference model, served if `actor.kl.reference` is `triton`."""
     trainer: TrainerSection = TrainerSection()

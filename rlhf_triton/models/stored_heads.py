@@ -21,7 +21,7 @@ from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.models.heads import build_head
 from rlhf_triton.models.mapped_tensors import map_tensors
 from rlhf_triton.models.transformers_classes import head_path, model_config
-from rlhf_triton.wire.messages import warn_once
+from rlhf_triton.monitoring.log_lines import warn_once
 
 
 def read_head(info: CheckpointInfo, head: Head) -> torch.nn.Module:

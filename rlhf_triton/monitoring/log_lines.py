@@ -1,5 +1,6 @@
 """Writes log lines as JSON: one object per line, with run, step and weights version."""
 
+import functools
 import json
 import logging
 import sys
@@ -19,6 +20,12 @@ def set_log_position(*, step: int | None = None, version: int | None = None) -> 
     """
     position = {"step": step, "version": version}
     _position.update({name: value for name, value in position.items() if value is not None})
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning once per process."""
+    logger.warning(message)
 
 
 class JsonFormatter(logging.Formatter):

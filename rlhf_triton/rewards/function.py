@@ -78,7 +78,7 @@ class Sample:
 
     text: str
     """Prompt and response as one text; for a chat prompt only the response."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] | None = field(default_factory=list)
     """Token ids as sent; for a sentence, ids from the reward's tokenizer without added special tokens, at most 32768.
 
     None if the server has no tokenizer, which is possible if another trainer sends texts to functions only.

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf_triton.wire.messages import BadMessages, warn_once, with_arguments, without_nulls
+from rlhf_triton.monitoring.log_lines import warn_once
+from rlhf_triton.wire.messages import BadMessages, with_arguments, without_nulls
 
 Messages = Sequence[Mapping[str, Any]]
 TextPath = tuple[int | str, ...]  # path of a text in messages: index of the message, key, …

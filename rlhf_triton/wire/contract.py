@@ -345,7 +345,7 @@ def check_vocabulary(row: np.ndarray, index: int, limits: Limits) -> None:
         )
 
 
-def optional_text(name: str, array: np.ndarray | None) -> str | None:
+def optional_run_id(name: str, array: np.ndarray | None) -> str | None:
     """Return the run id in a BYTES `[1]` tensor, or None if it is absent. Raises ContractError if it is invalid."""
     if array is None or array.size == 0:
         return None

@@ -1,22 +1,14 @@
 """Parses messages of conversations, for prompt files, requests to the server, and the gateway."""
 
 import ast
-import functools
 import json
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.monitoring.log_lines import warn_once
 
-logger = logging.getLogger(__name__)
 A_MESSAGE = '{"role": …, "content": …}'
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Log a warning once per process."""
-    logger.warning(message)
 
 
 class BadMessages(RlhfError, ValueError):

@@ -8,8 +8,9 @@ from jinja2 import TemplateError
 from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import render_chat, template_options
-from rlhf_triton.wire.messages import BadMessages, plain_messages, warn_once
+from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 SYSTEM, USER, REPLY = ({"role": role, "content": "Hi"} for role in ("system", "user", "assistant"))
 TOOL = {"role": "tool", "content": '{"a": 1}'}

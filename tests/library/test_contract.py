@@ -185,7 +185,7 @@ def texts(*rows):
 
 def step_identity(run_id, step):
     """Read the step's identity as critic_train does."""
-    return contract.optional_text("run_id", run_id), contract.optional_count("step", step, minimum=1)
+    return contract.optional_run_id("run_id", run_id), contract.optional_count("step", step, minimum=1)
 
 
 def test_optional_inputs_are_parsed_and_have_defaults():

@@ -293,7 +293,7 @@ def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints):
         Scorer(client, load_tokenizer(checkpoints.policy), with_critic=with_critic) for with_critic in (True, False)
     )
     asyncio.run(other.compare_tokenizers())
-    with pytest.raises(RlhfError, match=r"the server has no critic, which actor\.algorithm\.name: ppo needs"):
+    with pytest.raises(RlhfError, match=r"the server has no critic, which actor\.algorithm\.name needs"):
         asyncio.run(ppo.compare_tokenizers())
 
 

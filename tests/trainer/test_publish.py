@@ -236,15 +236,15 @@ class Publication:
         self.store.records.put(ServingRecord.of_this_process(name, version, **more))
 
     def wait(self, *sayings):
-        """Await the staging; each poll (`beat`) lets an instance write its next record."""
+        """Await the staging; each poll (`on_wait`) lets an instance write its next record."""
         left = list(sayings)
 
-        def beat(state):
+        def on_wait(state):
             self.waited += 1
             assert state == "waiting until version 1 is staged"
             self.say(**left.pop(0))
 
-        self.publisher.await_staging(self.manifest, beat)
+        self.publisher.await_staging(self.manifest, on_wait)
         assert not left
         assert self.store.current() == 0
 
