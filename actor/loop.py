@@ -184,8 +184,8 @@ class TrainingRun:
     async def leave(self, error: Exception) -> None:
         """Cancel the work in flight; write the checkpoint of the last complete step, and `policy/`.
 
-        Nothing is written if another rank may be lost, or may wait for this one. The message of `error` gets where the
-        run stopped and whether the checkpoint is written.
+        Nothing is written if another rank may be lost, or may wait for this one. Extends the
+        message of `error` by where the run stopped and whether the checkpoint is written.
         """
         if self.policy.ranks.size > 1 and not isinstance(error, (Stopped, RlhfError)):
             return

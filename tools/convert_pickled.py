@@ -74,7 +74,7 @@ def convert_pickled(source: Path, out: Path) -> None:
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint's weights, pickled or not. Raises CheckpointError if they are not clear."""
+    """Return the files of a checkpoint's weights, pickled or not. Raises CheckpointError if several could be meant."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist; give the folder of a checkpoint, or its file of weights")
     names = (WEIGHTS_FILE, INDEX_FILE, PICKLED_FILE, PICKLED_INDEX)
@@ -83,7 +83,7 @@ def _weights_in(folder: Path) -> list[Path]:
         files = pickles(folder)
         if len(files) != 1:
             what = ", ".join(file.name for file in files) or "no weights"
-            raise CheckpointError(f"{folder} has {what}, not one file to convert; give the path of the file of weights")
+            raise CheckpointError(f"{folder} has {what}, not one file to convert; give the path of the weights' file")
         return files
     if not file_name.endswith(".json"):
         return [folder / file_name]

@@ -189,7 +189,9 @@ def _collect(
             else:
                 _collect(file, entry, name, tensors, left_out, visited)
     elif isinstance(value, list | tuple) and any(isinstance(entry, Tensor | Mapping) for entry in value):
-        raise CheckpointError(f"{file} is refused: {path or 'all of it'} is a list of tensors, which have no names")
+        raise CheckpointError(
+            f"{file} is refused: {path or 'all of it'} is a list of tensors without names; save model.state_dict()"
+        )
     elif CONSTANTS.fullmatch(path) and type(value) in (int, float, list, tuple):
         raise CheckpointError(
             f"{file} is refused: {path} is {str(value)[:80]}, no tensor, and the scores may depend on it; write mean "

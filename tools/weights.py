@@ -217,7 +217,9 @@ def _heartbeat(store: WeightsStore) -> Callable[[str], None]:
         nonlocal deadline
         deadline = deadline or time.monotonic() + PATIENCE_S
         if not store.records.alive() and not store.records.died():  # a supervisor replaces an instance that died
-            raise RlhfError(f"CURRENT is now {store.current()}, but no serving instance is alive")
+            raise RlhfError(
+                f"CURRENT is now {store.current()}, but no serving instance is alive; `rlhf-triton serve` serves it"
+            )
         if time.monotonic() > deadline:
             raise RlhfError(
                 f"still {state} after {PATIENCE_S:g} s; `rlhf-triton weights list` "

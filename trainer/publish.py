@@ -120,7 +120,7 @@ class Publisher:
         """
         start = time.monotonic()
         expected = canary_outputs(model)
-        in_slices = isinstance(model, TrainedCritic) and model.in_slices
+        is_sharded = isinstance(model, TrainedCritic) and model.is_sharded
         if write is None:
             assert isinstance(model, CriticModel)
             write = model.write
@@ -131,14 +131,14 @@ class Publisher:
             epoch=self._epoch,
             source=None if source is None else str(source),
         )
-        canary = expected.tolist() if in_slices else None
+        canary = expected.tolist() if is_sharded else None
         manifest = self._store.add(write, origin, canary=canary, reuse=parent is None)
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so the swap is quick
         try:
             with span("verify", version=manifest.version):
                 verify_version(self._store, manifest.version, model, expected)
-                if in_slices:
+                if is_sharded:
                     self.await_staging(manifest, on_wait)
             verified = time.monotonic()
             with span("reload", version=manifest.version):

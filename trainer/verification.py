@@ -37,7 +37,7 @@ def verify_version(
     Raises:
         WeightsError: a check failed; the message names the version and the cause.
     """
-    if isinstance(model, TrainedCritic) and model.in_slices:
+    if isinstance(model, TrainedCritic) and model.is_sharded:
         try:
             return model.verify_slices(store, version)
         except (CheckpointError, RankFailed) as error:
@@ -94,7 +94,7 @@ def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> boo
     """Return whether `version` is intact and its weights are bit-identical to the critic's, in the versions' dtype."""
     try:
         store.verify_hashes(store.manifest(version), digest_of_mapped)
-        if isinstance(critic, TrainedCritic) and critic.in_slices:
+        if isinstance(critic, TrainedCritic) and critic.is_sharded:
             return critic.holds_slices(store, version)
         stored = critic.with_weights(store.folder(version)).model.state_dict()
     except (CheckpointError, WeightsError):

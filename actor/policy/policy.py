@@ -353,7 +353,7 @@ class Policy:
         """Copy the inputs of `logprobs_of`, and `others`, to the device of `model` at once; return both."""
         inside = mask != 0
         # Not with sharded weights: the number of forward passes would depend on the rows, and so differ between ranks.
-        shares_prompts = self._head_is_linear and self._shares_prompts and not self._models.is_sliced(model)
+        shares_prompts = self._head_is_linear and self._shares_prompts and not self._models.is_sharded(model)
         passes = shared_passes(tokens, lengths, inside) if shares_prompts else None
         inputs = tokens, lengths, *inside.nonzero(as_tuple=True), *(passes or ())
         placed = to_device(model.device, *inputs, *others)

@@ -1,7 +1,7 @@
-"""Writes a run's journal of samples: what each step trained on, and what came of it, so that it can be replayed.
+"""Writes a run's journal of samples: what each step trained on and its results, so that it can be replayed.
 
-A step's groups are on disk before its update starts. The record of the step holds digests: of the training batch for
-each row, and of the trained weights and the optimizer's state for each parameter.
+A step's groups are on disk before its update starts. The record of the step has a digest for each row of the training
+batch, and for each parameter of the trained weights and of the optimizer's state.
 """
 
 import asyncio

@@ -74,11 +74,11 @@ class _Row(Generic[Owner]):
 
 
 class RowPool(Generic[Owner]):
-    """Rows that wait for a forward pass; the row with the smallest turn runs next.
+    """Rows that wait for a forward pass, in the order of start-time fair queueing.
 
-    A row's turn is the number of tokens served before its request arrived, plus `LONG_REQUEST_SHARE` times the tokens
-    of the request's earlier rows. Small requests thus run in order of arrival, no request starves, and later requests
-    overtake a request of a thousand rows between its forward passes.
+    The row with the earliest virtual start time runs next: the number of tokens served before its request arrived, plus
+    `LONG_REQUEST_SHARE` times the tokens of the request's earlier rows. Small requests thus run in order of arrival, no
+    request starves, and later requests overtake a request of a thousand rows between its forward passes.
     """
 
     def __init__(self, *, token_budget: int, overhead_tokens: int) -> None:
@@ -116,7 +116,7 @@ class RowPool(Generic[Owner]):
         self._count(owner, earlier)
 
     def oldest(self) -> Owner | None:
-        """Return the request that owns the row with the smallest turn; None if no row is waiting."""
+        """Return the request that owns the next row; None if no row is waiting."""
         while self._by_turn and self._by_turn[0][1] in self._removed:
             self._removed.discard(heapq.heappop(self._by_turn)[1])
         return self._by_turn[0][2].owner if self._by_turn else None

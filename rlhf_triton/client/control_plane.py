@@ -373,7 +373,7 @@ class ModelServers:
             if active != label:
                 raise ControlPlaneError(
                     f"{self._model}: Triton loaded the configuration {active!r} instead of {label!r}; "
-                    "another process reloads it, too"
+                    "another process reloads the model at the same time; stop one of the two"
                 )
             served = self._ask(control)
             if served < version:

@@ -163,10 +163,10 @@ class AsyncCriticClient(AsyncClient):
         return await client.train(arrays, run_id=self.run_id, step=step)
 
     async def save(self, step: int, *, keep_steps: Sequence[int] | None = None) -> int:
-        """Write the critic's checkpoint of `step` and return the served version; call it when you write your own.
+        """Write the critic's checkpoint of `step` and return the served version.
 
-        `keep_steps`: steps of all your checkpoints that still exist; the critic keeps exactly these. None: the
-        newest three saves. Raises as `train`.
+        Call it when you write your policy's checkpoint. `keep_steps`: steps of all your checkpoints that still exist;
+        the critic keeps exactly these. None: the newest three saves. Raises as `train`.
         """
         client = await self._connected(writes=True)
         return await client.save(run_id=self.run_id, step=step, keep_steps=keep_steps)

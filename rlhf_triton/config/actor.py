@@ -149,9 +149,10 @@ class CorrectionSection(Section):
     def _consistent(self) -> CorrectionSection:
         if self.mode in DIVERGENCES and (self.low or self.level == "geometric"):
             setting = f"low ({self.low:g})" if self.low else f"level ({self.level})"
+            remedy = "remove low" if self.low else "set level to token or sequence"
             raise ValueError(
                 f"actor.algorithm.correction.{setting} does not apply to mode: {self.mode}, which has only an upper "
-                "bound, per token or per response; set level: token or sequence, and no low"
+                f"bound, per token or per response; {remedy}"
             )
         if self.low > self.upper:
             raise ValueError(

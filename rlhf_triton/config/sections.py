@@ -43,7 +43,7 @@ class MonitoringSection(Section):
 
 
 class ServedPolicySection(Section):
-    """A policy for agents: the gateway records their calls of it as trajectories to train on; see docs/gateway.md."""
+    """A policy that the gateway serves to agents, recording their calls as trajectories; see docs/gateway.md."""
 
     model: Path
     """Hugging Face folder with the policy's tokenizer and chat template."""

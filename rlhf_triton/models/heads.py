@@ -126,7 +126,7 @@ class ModelHead:
     def module(self) -> nn.Module:
         """The head's layers. Raises CheckpointError if the model has no head."""
         if not self.path:
-            raise CheckpointError(f"{type(self._model).__name__} has no linear head")
+            raise CheckpointError(f"{type(self._model).__name__} has no linear head; use a model with one")
         return self._model.get_submodule(self.path)
 
     @property

@@ -73,8 +73,11 @@ def sampling_logits(
         raise ValueError(f"temperature must be a positive number, got {temperature}")
     num_symbols = logits.shape[-1]
     banned = tuple(sorted(set(banned_token_ids)))
-    if banned and not (banned[0] >= 0 and banned[-1] < num_symbols and len(banned) < num_symbols):
-        raise ValueError(f"banned_token_ids must be ids in [0, {num_symbols}), not all of them, got {list(banned)}")
+    wrong = [token for token in banned if not 0 <= token < num_symbols]
+    if wrong:
+        raise ValueError(f"banned_token_ids has {wrong[0]}, which is not in [0, {num_symbols})")
+    if len(banned) == num_symbols:
+        raise ValueError(f"banned_token_ids has all {num_symbols} ids; leave at least one")
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     if temperature != 1:

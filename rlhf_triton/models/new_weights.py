@@ -1,4 +1,4 @@
-"""Gives a model the weights of another checkpoint of the same architecture, in a copy of it."""
+"""Copies a model and loads another checkpoint of the same architecture into the copy."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Place:
     devices: tuple[str, ...]
     """Device of each process; `cpu` may occur several times."""
     machine: str = ""
-    """Name of the role's machine; empty: the machine of all roles without a name."""
+    """The machine that the role runs on; roles with an empty name share one."""
     every: bool = False
     """Whether this is a served model with a copy on every GPU of the machine."""
 
@@ -53,9 +53,9 @@ def ranks_here(ranks: int) -> int:
 
 
 def check_gpus(places: Iterable[Place]) -> None:
-    """Raise ValueError if a role of several GPUs shares one of them with another role on its machine.
+    """Raise ValueError if a role with several GPUs shares a GPU with another role on its machine.
 
-    Roles with one GPU each may share it.
+    Roles with a single GPU may share it.
     """
     for one, other in itertools.combinations(places, 2):
         shared = one.gpus if other.every else other.gpus if one.every else sorted({*one.gpus} & {*other.gpus})

@@ -35,7 +35,7 @@ def tensors_of_head(info: CheckpointInfo, head: Head) -> dict[str, Tensor]:
 
 
 def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
-    """Return the token ids of an answer's header, where the head's gate reads; None if it reads elsewhere.
+    """Return the token ids of an answer's header, at which the head's gate is computed; None for another position.
 
     Raises CheckpointError if the ids are unknown.
     """
@@ -82,8 +82,8 @@ def placed_head(info: CheckpointInfo, head: Head, pooling: Pooling) -> Head:
     if head.form.pooled and fits and not is_own and pooling == "auto":
         raise CheckpointError(
             f"{info.folder}: how its head {head.prefix} pools is unknown: {CONFIG_FILE} names the class "
-            f"{info.architecture}, not {kind.__name__}; if it was trained as the latter, name that in architectures, "
-            "otherwise set pooling: last or mean"
+            f"{info.architecture}, not {kind.__name__}; if {kind.__name__} trained it, set architectures: "
+            f"[{kind.__name__}] there, otherwise set pooling: last or mean"
         )
     if head.form.pooled and not is_own:
         return replace(head, form=replace(head.form, pooled=False), kind="value")

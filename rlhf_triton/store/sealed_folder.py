@@ -30,7 +30,7 @@ def hashes(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
 
 
 def write_sealed(folder: Path, state: Mapping[str, Any], save: Callable[[Path], Mapping[str, str]]) -> None:
-    """Write a folder with `state` and the files that `save` writes; it returns each file's digest by relative path."""
+    """Write a folder with `state` and the files of `save(folder)`, which returns their digests by relative path."""
 
     def fill(staging: Path) -> None:
         _write_state(staging, state, save(staging), durable=False)  # `write_folder` syncs it

@@ -48,7 +48,7 @@ class Mailbox:
 
 
 def as_tensor(value: Any) -> Tensor:
-    """Encode a value as JSON in a uint8 tensor; dataclasses become objects, arrays lists, other types strings."""
+    """Encode a value as JSON in a uint8 tensor; dataclasses become objects, arrays lists, and other types text."""
 
     def plain(part: Any) -> Any:
         if isinstance(part, np.ndarray):

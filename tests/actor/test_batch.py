@@ -286,7 +286,7 @@ def test_components_of_weight_0_are_left_out_and_those_that_do_not_apply_are_nan
 
 
 @pytest.mark.parametrize("failed", [0, 3])
-def test_terms_of_the_reward_are_charted_whichever_request_failed(failed):
+def test_reward_terms_are_logged_even_if_some_requests_failed(failed):
     rows = [row.with_score(components={"right": 1.0}) for row in scored_samples()]
     rows[failed] = replace(rows[failed], score=FAILED)
     metrics = text_metrics([(row,) for row in rows])

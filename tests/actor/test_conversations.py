@@ -561,7 +561,7 @@ def test_close_cancels_a_generation_that_waits_for_environments(agents, model):
         source.next_rows(wait=True)
 
 
-def test_the_call_that_an_agent_has_left_open_at_its_end_is_cancelled(agents):
+def test_open_call_is_cancelled_when_its_agent_ends(agents):
     """The decoder does not receive it."""
     agent = agents("Countdown")
     calls = []

@@ -319,7 +319,7 @@ async def test_policy_mistakes_do_not_count_as_a_lost_environment(action, is_los
         assert caught.value.is_lost == is_lost
 
 
-async def test_tool_that_says_that_its_environment_is_lost_gives_the_policy_no_answer():
+async def test_tool_that_raises_environment_lost_gives_the_policy_no_answer():
     async with running("Tools") as environments:
         instance = await environments.open({"target": 1})
         with pytest.raises(EnvironmentFailed, match="tool fail: EnvironmentLost: the sandbox is gone") as caught:

@@ -118,7 +118,7 @@ def test_policy_update_on_a_gpu_matches_the_cpu(checkpoint, shared):
     torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=2e-3)
 
 
-def test_output_layer_as_bfloat16_products_matches_float32():
+def test_bfloat16_output_layer_matches_float32():
     """Log-probs and entropies to 2e-6 of the largest, gradients to 2e-5: a term more has 8 bits more."""
     torch.manual_seed(0)
     head = nn.Linear(512, 1000, bias=False)

@@ -297,7 +297,7 @@ ROW = {"text": "a"}
 WRONG_BODIES = [
     ("/v1/rewards", {"inputs": [{"txet": "a"}]}, 400, "inputs[0]: unknown field 'txet'; known: messages"),
     ("/v1/rewards", {"inputs": [ROW | {"tokens": [1]}]}, 400, "text and tokens"),
-    ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, 400, "belong together"),
+    ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, 400, "has only one of prompt and response; send both"),
     ("/v1/rewards", {"inputs": [ROW | {"metadata": {"prompt": "b"}}]}, 400, "metadata.prompt: a reserved name"),
     ("/v1/rewards", {"inputs": [{"prompt": [{}], "response": "a"}]}, 400, "inputs[0].prompt.chat[0]: must be"),
     (
@@ -324,7 +324,7 @@ WRONG_BODIES = [
 ]
 
 
-async def test_wrong_body_is_refused_by_field():
+async def test_error_of_an_invalid_body_names_the_field():
     async with checked_gateway() as (caller, server):
         for path, body, status, names in WRONG_BODIES:
             assert names in await caller.error(path, body, status)
@@ -596,7 +596,7 @@ async def test_a_large_request_does_not_delay_other_callers(kind, monkeypatch):
         assert len(server.received) == 12
 
 
-async def test_rows_queued_behind_the_same_callers_rows_share_its_deadline(monkeypatch):
+async def test_queued_rows_of_one_request_share_a_deadline(monkeypatch):
     monkeypatch.setattr(reward_source, "ROWS_IN_FLIGHT", 2)
 
     async with (

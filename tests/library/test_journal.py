@@ -249,7 +249,7 @@ def test_full_disk_leaves_no_entry(journal, monkeypatch):
     assert train(journal, 2).step == 2
 
 
-def test_forgotten_results_do_not_let_their_steps_be_accepted_again(journal):
+def test_step_is_refused_after_its_result_was_pruned(journal):
     last = KEPT_RESULTS + 2
     for step in (1, 2, 3, last):
         journal.finish(Entry(step, 0, "train"), Result(entry=f"{step:08d}.train", weights_version=step, digest="x"))

@@ -663,7 +663,7 @@ def test_process_reward_refuses_bad_step_ends_and_keeps_serving(serve, tmp_path)
         assert_refused(serve(tmp_path, process=process, **settings), [(inputs, message)])
 
 
-def test_process_reward_refuses_checkpoints_that_score_no_single_token(tmp_path):
+def test_process_reward_refuses_checkpoints_without_token_scores(tmp_path):
     save_text_reward(tmp_path / "pooled", "bert")
     with pytest.raises(CheckpointError, match="has its own pooling or gate, so it cannot score single tokens"):
         load_process_reward(tmp_path / "pooled")

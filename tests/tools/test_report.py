@@ -525,7 +525,7 @@ class TestCommand:
         ("arguments", "sentence"),
         [
             (["{}/none"], "{}/none is missing: name the folder of a run"),
-            (["{}/empty"], "{}/empty is no run: it has neither settings.json nor metrics.jsonl"),
+            (["{}/empty"], "{}/empty is not a run's folder: it has neither settings.json nor metrics.jsonl"),
             (["{}/run", "--out", "{}/none/page"], "{}/none/page cannot be written: No such file or directory"),
             (["{}/damaged"], "the run in {}/damaged cannot be read: {}/damaged/metrics.jsonl line 1 is not JSON: "),
         ],

@@ -382,7 +382,7 @@ def test_a_class_of_a_notebook_travels(tmp_path, monkeypatch):
         function_spec(defined["Empty"], tmp_path, {})
 
 
-def test_a_default_travels_with_its_own_value(tmp_path):
+def test_copied_function_keeps_its_default_argument(tmp_path):
     made = cell(
         "LIMIT = 1\ndef of_name(s, limit=LIMIT):\n    return limit\nLIMIT = limit = 5\n"
         "def make(limit):\n    def f(s, *, limit: int = limit):\n        return limit\n    return f\n"
@@ -515,7 +515,7 @@ def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_is_no_run_or_is_deleted_is_one_sentence(tmp_path):
-    with pytest.raises(rt.RlhfError, match="is no run: it has neither"):
+    with pytest.raises(rt.RlhfError, match="is not a run's folder: it has neither"):
         rt.Run(tmp_path)
     folder = write_run(tmp_path / "run")
     run = rt.Run(folder)

@@ -1,4 +1,4 @@
-"""The policy of `gateway.policy` for agents, over vLLM servers."""
+"""Serves `gateway.policy` to agents through vLLM servers."""
 
 import contextlib
 

@@ -107,7 +107,7 @@ class RewardInput(Body):
                 f"has {' and '.join(contents) or 'no content'}, must have one of text, prompt, messages, tokens"
             )
         if (self.prompt is None) != (self.response is None):
-            raise ValueError("prompt and response belong together")
+            raise ValueError("has only one of prompt and response; send both")
         if self.prompt_length and self.prompt_length >= len(self.tokens or ()):
             raise ValueError(f"prompt_length: {self.prompt_length}, must be less than the number of tokens")
         if reserved := RESERVED & self.metadata.keys():

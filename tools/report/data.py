@@ -100,7 +100,7 @@ def check_run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise RlhfError(f"{run_dir} is {'not a folder' if run_dir.exists() else 'missing'}: name the folder of a run")
     if not any((run_dir / name).is_file() for name in RUN_FILES):
-        raise RlhfError(f"{run_dir} is no run: it has neither {SETTINGS_FILE} nor metrics.jsonl")
+        raise RlhfError(f"{run_dir} is not a run's folder: it has neither {SETTINGS_FILE} nor metrics.jsonl")
 
 
 def load_run(run_dir: Path) -> RunRecord:
