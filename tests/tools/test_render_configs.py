@@ -20,7 +20,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_mode
 from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
-from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.tools import render_configs as render
 from rlhf_triton.tools.server.tritonserver import compile_ahead, load_order
 from rlhf_triton.wire.contract import REFERENCE
@@ -308,12 +308,12 @@ def test_models_of_two_stores_are_told_apart_and_those_of_a_copy_are_not(tmp_pat
 
     for name in ("one", "other"):
         for model in ("critic", "reward"):
-            WeightsStore(tmp_path / name / "weights" / model).add(write, run_id="run", step=0, parent=None, epoch=0)
+            WeightsStore(tmp_path / name / "weights" / model).add(write, Origin(run_id="run"))
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     one, other, copy = (declared(tmp_path / name) for name in ("one", "other", "copy"))
     assert [mine == theirs for mine, theirs in zip(one, other, strict=True)] == [False, False]
     assert one == copy
-    WeightsStore(tmp_path / "copy" / "weights" / "critic").add(write, run_id="run", step=1, parent=0, epoch=1)
+    WeightsStore(tmp_path / "copy" / "weights" / "critic").add(write, Origin(run_id="run", step=1, parent=0, epoch=1))
     assert declared(tmp_path / "copy") == copy
     for folder in (
         tmp_path / name / "weights" / model / "0" for name in ("one", "other") for model in ("critic", "reward")
