@@ -320,7 +320,7 @@ def test_reference_on_a_server_with_other_settings_is_refused(tmp_path, checkpoi
         "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
         f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
         f"policy.model={roles}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
-        f"policy.model={weights}": r"whose weights or config\.json differ from reference\.model \(",
+        f"policy.model={weights}": r"whose weights, config\.json or tokenizer differ from reference\.model \(",
     }.items():
         with pytest.raises(RlhfError, match=message):
             compare(f"actor.{override}")
