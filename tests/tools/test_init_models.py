@@ -347,7 +347,7 @@ def test_conversion_refuses_invalid_folders_with_the_reason(tmp_path, capsys):
 
     refused("none does not exist; give the folder", tmp_path / "none")
     torch.save(own, source / "b.pt")
-    refused(r"has a\.pt, b\.pt, not one file to convert; give the path of the file")
+    refused(r"has a\.pt, b\.pt, not one file to convert; give the path of the weights' file")
     write_index(source, {"x": "../a.pt"})
     refused(r"index\.json names \.\./a\.pt, which is no file in this folder")
     write_index(source, {"x": "missing.bin"})
