@@ -1,12 +1,12 @@
 """HTTP routes of sessions, for the clients of agents and for a trainer."""
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import json
 import re
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,6 @@ from rlhf_triton.store.jsonl import append_jsonl
 
 SESSION = "/sessions/{name}"
 LARGE_BODY_BYTES = 100_000
-LARGE_AT_A_TIME = 2  # large contexts that are tokenised at a time, so that they never take all threads
 NAME = re.compile(r"[\w.:-]{1,200}")
 
 
@@ -46,7 +45,9 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         max_tokens: maximum tokens of a reply whose request sets no limit.
     """
 
-    large_contexts = asyncio.Semaphore(LARGE_AT_A_TIME)
+    # One thread: large contexts leave the others to small ones, and each thread keeps the memory that it has freed,
+    # about 200 MB after a million tokens.
+    large_contexts = ThreadPoolExecutor(1, "large-contexts")
 
     async def answer(api: ChatApi, request: Request) -> Response:
         name = _name(request)
@@ -54,8 +55,9 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         is_large = int(request.headers.get("content-length", LARGE_BODY_BYTES)) >= LARGE_BODY_BYTES
         with sessions.calling(name) as session:
             # In a thread: a long context takes seconds, in which other agents and the run's generation continue.
-            async with large_contexts if is_large else contextlib.nullcontext():
-                call, token_limit = await asyncio.to_thread(session.begin, agent_request.messages, agent_request.tools)
+            call, token_limit = await asyncio.get_running_loop().run_in_executor(
+                large_contexts if is_large else None, session.begin, agent_request.messages, agent_request.tools
+            )
             try:
                 prompt = call.tokens
                 sampling = dataclasses.replace(
