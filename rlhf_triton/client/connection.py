@@ -114,7 +114,7 @@ class HTTPConnection:
         if self._unchecked:  # of all models, because an ensemble does not declare what its models do
             async with self._checking:
                 for model in self._unchecked:
-                    checked = self._checked
+                    checked = self._checked  # a connection made meanwhile replaces the set
                     await self.describe(model)
                     checked.add(model)
         return {name: answer.as_numpy(name) for name in message.outputs}
