@@ -60,9 +60,9 @@ LLAMA_3 = {
 }
 IN_FLIGHT = 64
 REPLY_S = 60.0
-FP32_ERROR = 1e-3  # standard deviations of the scores
-MOST_BF16_ERROR = 2.0  # times transformers' own
-MOST_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
+MAX_FP32_ERROR = 1e-3  # standard deviations of the scores
+MAX_BF16_ERROR = 2.0  # times transformers' own
+MAX_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
 PROMPT = 96  # tokens
 LORA = {"lora_rank": 16, "gradient_checkpointing": True}
 PARTS = {  # functions of this module, and the most seconds of each
@@ -269,9 +269,9 @@ def served_score(job: PartJob) -> Found:
         with served(job.config(dtype=dtype), contract.REWARD_MODEL, contract.REWARDS) as send:
             scores.append(send(rows)[contract.REWARDS])
     own, bf16, fp32 = (float(np.abs(scored - exact).max() / exact.std()) for scored in scores)
-    yield number("float32: error of served scores", fp32, most=FP32_ERROR)
+    yield number("float32: error of served scores", fp32, most=MAX_FP32_ERROR)
     yield number("bfloat16: error of transformers' own scores", own)
-    yield number("bfloat16: error of served scores, times that", bf16 / own, most=MOST_BF16_ERROR)
+    yield number("bfloat16: error of served scores, times that", bf16 / own, most=MAX_BF16_ERROR)
 
 
 def scoring(job: PartJob) -> Found:
@@ -315,7 +315,7 @@ def swap(job: PartJob) -> Found:
     if job.device == "cuda":
         weights = (config.critic.model / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
         more = (torch.cuda.max_memory_allocated() - before) / weights
-        limit = None if job.small else MOST_SWAP_MEMORY  # beside a tiny model, requests need more
+        limit = None if job.small else MAX_SWAP_MEMORY  # beside a tiny model, requests need more
         yield number("most memory beside the served version, times its weights", more, most=limit)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.measuring import (
     FREE_PORTS,
     HOST,
-    LONGEST,
+    MAX_TOKENS,
     SIZES,
     Measurement,
     Record,
@@ -218,7 +218,7 @@ def ours(setup: Setup) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def pytriton_padded(setup: Setup) -> Iterator[Running]:
-    """Run a PyTriton server; its clients pad every row to `LONGEST` tokens."""
+    """Run a PyTriton server; its clients pad every row to `MAX_TOKENS` tokens."""
     ports = [free_port() for _ in range(3)]
     job = json.dumps([str(setup.checkpoint), setup.instances, setup.threads, *ports])
     # PyTriton's stubs need this interpreter's libpython, like the stubs of the project's tritonserver.
@@ -226,7 +226,7 @@ def pytriton_padded(setup: Setup) -> Iterator[Running]:
     child = Child("PyTriton", ["benchmarks.scoring", job], setup.folder / "pytriton.log", environment)
     address = f"{HOST}:{ports[0]}"
     with running(child, address, f"/v2/models/{REWARD_MODEL}/ready") as pid:
-        yield Running(partial(to_triton, address, LONGEST), [pid])
+        yield Running(partial(to_triton, address, MAX_TOKENS), [pid])
 
 
 @contextlib.contextmanager
@@ -236,7 +236,7 @@ def vllm(setup: Setup) -> Iterator[Running]:
     if folder is None:
         raise RlhfError("VLLM_ENVIRONMENT is not set; run `make test-vllm`, and set it to runs/vllm-environment")
     command = [str(Path(folder).absolute() / "venv/bin/vllm"), "serve", str(setup.checkpoint), "--host", HOST]
-    command += ["--runner", "pooling", "--convert", "classify", "--max-model-len", str(LONGEST), "--dtype", "float32"]
+    command += ["--runner", "pooling", "--convert", "classify", "--max-model-len", str(MAX_TOKENS), "--dtype", "float32"]
     # Every round sends the same rows, which a cache of prefixes would answer without computing them.
     command += ["--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log"]
     environment = {

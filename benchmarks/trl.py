@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.measuring import (
     FREE_PORTS,
     SEED,
-    SHORTEST,
+    MIN_TOKENS,
     SIZES,
     Measurement,
     Record,
@@ -119,7 +119,7 @@ def prepare(
     if cell["model"] == SMOLLM2:
         texts = [f"{i + 1}. {PROMPTS[i % len(PROMPTS)]}" for i in range(count)]
     else:
-        texts = [" ".join(f"w{token}" for token in row[:SHORTEST]) for row in make_trace(count)]
+        texts = [" ".join(f"w{token}" for token in row[:MIN_TOKENS]) for row in make_trace(count)]
     prompts = folder.absolute() / "prompts.jsonl"
     write_jsonl(prompts, ({"text": text} for text in texts))
     return {

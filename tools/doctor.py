@@ -42,10 +42,10 @@ OPTIONAL = ("nvidia-pytriton", "peft", "starlette", "pyarrow", "prometheus-clien
 MIB = 1 << 20
 GIB = 1 << 30
 MIN_SHM = 64 * MIB
-ENOUGH_SHM = 512 * MIB
+RECOMMENDED_SHM = 512 * MIB
 MIN_DISK = GIB
 MIN_FILES = 256
-ENOUGH_FILES = 4096
+RECOMMENDED_FILES = 4096
 LARGE_SKEW_S = 5.0
 
 
@@ -176,7 +176,7 @@ def shared_memory() -> Iterator[Finding]:
     remedy = "docker run --shm-size=1g, or remove files there"
     if free < MIN_SHM:
         yield failed("shared memory", f"{text}, the models need at least {MIN_SHM // MIB}: {remedy}")
-    elif free < ENOUGH_SHM:
+    elif free < RECOMMENDED_SHM:
         yield warning("shared memory", f"{text}, large requests may fail: {remedy}")
     else:
         yield Finding("shared memory", text)
@@ -185,12 +185,12 @@ def shared_memory() -> Iterator[Finding]:
 def open_files() -> Iterator[Finding]:
     """Check how many files and connections a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
+    if soft != resource.RLIM_INFINITY and soft < RECOMMENDED_FILES:
         remedy = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-        if 0 < hard < ENOUGH_FILES:
+        if 0 < hard < RECOMMENDED_FILES:
             remedy = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
         report = failed if soft < MIN_FILES else warning
-        yield report("open files", f"at most {soft} per process, {ENOUGH_FILES} are enough: {remedy}")
+        yield report("open files", f"at most {soft} per process, {RECOMMENDED_FILES} are enough: {remedy}")
     else:
         yield Finding("open files", f"at most {soft if soft != resource.RLIM_INFINITY else 'any number'} per process")
 

@@ -40,7 +40,7 @@ from rlhf_triton.wire.chats import (
 
 VLLM_BANS = 1024  # entries of `logit_bias`
 QUESTION = {"role": "user", "content": PROBE}
-SHORTEST_MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
+MIN_MARK_CHARACTERS = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
 ANSWER = re.compile(
     r"(\w+_)?(answer|output|response|completion|reply|solution|label|summary|chosen|gold|ground_truth)s?(_text)?",
     re.IGNORECASE,
@@ -250,7 +250,7 @@ def _marks(tokenizer: Any) -> list[str]:
     ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}
     between = chat.partition(PROBE)[2].partition(PROBE)[0]  # from the end of a question to its answer
     marks = [*tokenizer.convert_ids_to_tokens(sorted(ids)), between]
-    return [mark.strip() for mark in marks if len(mark.strip()) >= SHORTEST_MARK]
+    return [mark.strip() for mark in marks if len(mark.strip()) >= MIN_MARK_CHARACTERS]
 
 
 def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:

@@ -30,7 +30,7 @@ PROBE_S = 30.0
 # A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
 # twice as large.
 COPIES = 6
-MOST_LOADED_BYTES = 4e9  # of one model, which `doctor` then loads in a few seconds
+MAX_LOADED_BYTES = 4e9  # of one model, which `doctor` then loads in a few seconds
 
 
 @dataclass(eq=False)
@@ -70,7 +70,7 @@ def files(run: CheckedRun) -> Iterator[Finding]:
 
 
 def weights(run: CheckedRun) -> Iterator[Finding]:
-    """Load each served model of at most `MOST_LOADED_BYTES` on the CPU: its tensors must fit and be finite."""
+    """Load each served model of at most `MAX_LOADED_BYTES` on the CPU: its tensors must fit and be finite."""
     from rlhf_triton.models.language_model import load_language_model  # deferred: torch takes seconds to import
     from rlhf_triton.models.mapped_tensors import check_finite
     from rlhf_triton.models.modeling import load_critic, quiet_transformers
@@ -87,7 +87,7 @@ def weights(run: CheckedRun) -> Iterator[Finding]:
     }
     for role, section in run.config.served_sections.items():
         size = sum(file.stat().st_size for file in section.model.glob("*.safetensors"))
-        if size > MOST_LOADED_BYTES:
+        if size > MAX_LOADED_BYTES:
             yield Finding("weights", f"{role}.model: {size / 1e9:.1f} GB, not loaded")
             continue
         try:

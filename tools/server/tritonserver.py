@@ -24,7 +24,7 @@ from rlhf_triton.path_alias import plain_alias, special_prefix
 from rlhf_triton.store.control_key import KEY_FILE, VARIABLE, key_in
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.server.child import Child, WaitCheck
-from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, server_arguments
+from rlhf_triton.tools.server.container import BODY_LIMIT, MAX_BODY_BYTES, server_arguments
 from rlhf_triton.tools.server.drain import DRAIN_S, drain
 from rlhf_triton.tools.server.ports import PORT_KEYS, bind_address, check_ports, is_open, release_ports, with_free_ports
 from rlhf_triton.tools.server.server_log import Log, poll_failure, relay_lines, stub_failure
@@ -385,7 +385,7 @@ def server_command(
         str(home.binary),
         f"--backend-directory={backends}",
         *server_arguments(repository, key, exit_timeout_s, ports),
-        *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
+        *([f"{BODY_LIMIT}={MAX_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
         *(tracing_arguments(trace_endpoint) if trace_endpoint else ()),
     ]
 
