@@ -236,7 +236,16 @@ def vllm(setup: Setup) -> Iterator[Running]:
     if folder is None:
         raise RlhfError("VLLM_ENVIRONMENT is not set; run `make test-vllm`, and set it to runs/vllm-environment")
     command = [str(Path(folder).absolute() / "venv/bin/vllm"), "serve", str(setup.checkpoint), "--host", HOST]
-    command += ["--runner", "pooling", "--convert", "classify", "--max-model-len", str(MAX_TOKENS), "--dtype", "float32"]
+    command += [
+        "--runner",
+        "pooling",
+        "--convert",
+        "classify",
+        "--max-model-len",
+        str(MAX_TOKENS),
+        "--dtype",
+        "float32",
+    ]
     # Every round sends the same rows, which a cache of prefixes would answer without computing them.
     command += ["--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log"]
     environment = {

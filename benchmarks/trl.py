@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.measuring import (
     FREE_PORTS,
-    SEED,
     MIN_TOKENS,
+    SEED,
     SIZES,
     Measurement,
     Record,

@@ -20,9 +20,9 @@ from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import RUN_MODULE, StopRequested, StopSignals
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import make_folder, only_server
-from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
-from rlhf_triton.tools.checks import Level, found_by
+from rlhf_triton.tools.checks import preflight
+from rlhf_triton.tools.checks.findings import Level, found_by
 from rlhf_triton.tools.server.child import WaitCheck
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports

@@ -27,7 +27,7 @@ from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.run_lock import only_server
-from rlhf_triton.tools.prompt_checks import check_prompts
+from rlhf_triton.tools.checks.prompt_rows import check_prompts
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import free_port

@@ -1,13 +1,10 @@
 """The checks of a configuration: `rlhf-triton run` and `serve` do not start if one fails, `doctor` prints all."""
 
-import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
@@ -16,35 +13,22 @@ from rlhf_triton.config.required_files import check_files, missing_gpus
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.run_lock import in_progress
-from rlhf_triton.tools.checks import Check, Finding, Level, failed, warning
-from rlhf_triton.tools.input_checks import reward_findings, token_findings, token_problems
-from rlhf_triton.tools.prompt_checks import check_prompts
+from rlhf_triton.tools.checks.findings import Check, Finding, Level, failed, warning
+from rlhf_triton.tools.checks.prompt_form import reward_findings
+from rlhf_triton.tools.checks.prompt_rows import CheckedRun
+from rlhf_triton.tools.checks.special_tokens import token_findings, token_problems
+from rlhf_triton.tools.checks.user_code import environment, reward_functions
 from rlhf_triton.tools.render_configs import render_configs
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
-from rlhf_triton.tools.trials import environment_findings, function_problems
 
 PROBE_S = 30.0
 # A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
 # twice as large.
 COPIES = 6
 MAX_LOADED_BYTES = 4e9  # of one model, which `doctor` then loads in a few seconds
-
-
-@dataclass(eq=False)
-class CheckedRun:
-    """A configuration under check."""
-
-    config: RunConfig
-    serves_only: bool = False
-    """Whether only the server starts (`serve`)."""
-
-    @functools.cached_property
-    def prompts(self) -> list[Prompt]:
-        """The prompts of the files' first rows, read once. Raises ConfigError as `check_prompts`."""
-        return check_prompts(self.config)
 
 
 def settings(run: CheckedRun) -> Iterator[Finding]:
@@ -124,22 +108,6 @@ def vllm(run: CheckedRun) -> Iterator[Finding]:
     if starts_vllm(run.config):
         check_vllm(run.config)
         yield Finding("vllm", "can be started")
-
-
-def rewards(run: CheckedRun) -> Iterator[Finding]:
-    """Call each reward function on the first prompt."""
-    problems = [*function_problems(run.config, run.prompts)]
-    yield from (failed("rewards", problem) for problem in problems)
-    if run.config.functions and not problems:
-        yield Finding("rewards", f"{', '.join(run.config.functions)}: called on the first prompt")
-
-
-def environment(run: CheckedRun) -> Iterator[Finding]:
-    """Start a worker of the environment, and try the first prompt."""
-    found = [*environment_findings(run.config, run.prompts)]
-    yield from found
-    if run.config.environment is not None and not found:
-        yield Finding("environment", "starts, and takes the first prompt")
 
 
 def adapters(run: CheckedRun) -> Iterator[Finding]:
@@ -264,7 +232,7 @@ CHECKS = (
     Check("prompts", (*RUN, DRY[0]), prompts, needs="files", of_actor=True),
     Check("vllm", RUN, vllm, needs="prompts"),
     Check("tokenizers", RUN, tokenizers, needs="prompts"),
-    Check("rewards", RUN, rewards, needs="prompts"),
+    Check("rewards", RUN, reward_functions, needs="prompts"),
     Check("environment", RUN, environment, needs="prompts"),
     Check("adapters", RUN, adapters, needs="prompts"),
     Check("rendering", ("doctor",), rendering),
