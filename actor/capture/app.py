@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +15,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlhf_triton.actor.capture.chat_apis import ANTHROPIC_MESSAGES, OPENAI_CHAT, ChatApi, reply_to
-from rlhf_triton.actor.capture.http import Body, HttpError, read_json, while_connected
+from rlhf_triton.actor.capture.http import Body, HttpError, in_thread, read_json, while_connected
 from rlhf_triton.actor.capture.sessions import Sampler, Session, Sessions
 from rlhf_triton.store.jsonl import append_jsonl
 
 SESSION = "/sessions/{name}"
-LARGE_BODY_BYTES = 100_000
 NAME = re.compile(r"[\w.:-]{1,200}")
 
 
@@ -45,19 +43,11 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
         max_tokens: maximum tokens of a reply whose request sets no limit.
     """
 
-    # One thread: large contexts leave the others to small ones, and each thread keeps the memory that it has freed,
-    # about 200 MB after a million tokens.
-    large_contexts = ThreadPoolExecutor(1, "large-contexts")
-
     async def answer(api: ChatApi, request: Request) -> Response:
         name = _name(request)
-        agent_request = await asyncio.to_thread(api.read, await read_json(request), max_tokens)
-        is_large = int(request.headers.get("content-length", LARGE_BODY_BYTES)) >= LARGE_BODY_BYTES
+        agent_request = await in_thread(request, api.read, await read_json(request), max_tokens)
         with sessions.calling(name) as session:
-            # In a thread: a long context takes seconds, in which other agents and the run's generation continue.
-            call, token_limit = await asyncio.get_running_loop().run_in_executor(
-                large_contexts if is_large else None, session.begin, agent_request.messages, agent_request.tools
-            )
+            call, token_limit = await in_thread(request, session.begin, agent_request.messages, agent_request.tools)
             try:
                 prompt = call.tokens
                 sampling = dataclasses.replace(

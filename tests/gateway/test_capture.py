@@ -441,17 +441,19 @@ async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
 async def test_large_contexts_leave_threads_for_other_agents(monkeypatch):
     """Each takes seconds to tokenise, and all requests share one pool of at most 32 threads."""
     begin = Session.begin
+    started = threading.Event()
     tokenised = threading.Event()
 
     def slow(session, messages, tools):
+        started.set()
         assert session.name == "small" or tokenised.wait(60)
         return begin(session, messages, tools)
 
     monkeypatch.setattr(Session, "begin", slow)
-    async with scripted_gateway(ScriptedSampler()) as (caller, sessions):
+    async with scripted_gateway(ScriptedSampler()) as (caller, _):
         body = {"messages": [USER], "metadata": "x" * 100_000}
         calls = [asyncio.create_task(caller.post(f"/sessions/{i}{CHAT}", body)) for i in range(40)]
-        await until(lambda: len(sessions) == 40)
+        await until(started.is_set)
         try:
             await asyncio.wait_for(say(caller, "small", [USER]), 30)
         finally:
