@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
 from rlhf_triton.python_backend.serving.requests import request_limits
-from rlhf_triton.python_backend.serving.scheduling import RoundRobin
+from rlhf_triton.python_backend.serving.round_robin import RoundRobin
 from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, triton_model
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample, with_reply
 from rlhf_triton.rewards.groups import grouped

@@ -16,7 +16,7 @@ from rlhf_triton.models.modeling import RewardModel, StandardizationChoice
 from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Wait
-from rlhf_triton.python_backend.serving.step_rewards import STEP_REPLY
+from rlhf_triton.python_backend.serving.step_reply import STEP_REPLY
 from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
 from rlhf_triton.python_backend.serving.triton import Parameters, log, triton_model
 from rlhf_triton.python_backend.serving.versions.follower import Version
