@@ -3,7 +3,6 @@
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
@@ -11,6 +10,7 @@ from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.required_files import check_files, missing_gpus
 from rlhf_triton.config.without_effect import without_effect
+from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.run_lock import in_progress
 from rlhf_triton.tools.checks.findings import Check, Finding, Level, failed, warning
@@ -18,11 +18,12 @@ from rlhf_triton.tools.checks.prompt_form import reward_findings
 from rlhf_triton.tools.checks.prompt_rows import CheckedRun
 from rlhf_triton.tools.checks.special_tokens import token_findings, token_problems
 from rlhf_triton.tools.checks.user_code import environment, reward_functions
-from rlhf_triton.tools.render_configs import render_configs
+from rlhf_triton.tools.render_configs import parse_pbtxt, render_configs
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
+from rlhf_triton.wire.contract import REWARD_CHECKPOINT, REWARD_MODEL
 
 PROBE_S = 30.0
 # A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
@@ -55,27 +56,23 @@ def files(run: CheckedRun) -> Iterator[Finding]:
 
 def weights(run: CheckedRun) -> Iterator[Finding]:
     """Load each served model of at most `MAX_LOADED_BYTES` on the CPU: its tensors must fit and be finite."""
-    from rlhf_triton.models.language_model import load_language_model  # deferred: torch takes seconds to import
-    from rlhf_triton.models.mapped_tensors import check_finite
-    from rlhf_triton.models.modeling import load_critic, quiet_transformers
-    from rlhf_triton.models.token_reward import load_process_reward
-    from rlhf_triton.trainer.publish import reward_loader
+    from rlhf_triton.models.modeling import quiet_transformers  # deferred: torch takes seconds to import
+    from rlhf_triton.python_backend.serving.loaders import load_model, loader_of
 
     quiet_transformers()
-    reward = run.config.reward
-    of_rewards = load_process_reward if reward.process else reward_loader(reward)
-    loaders: dict[str, Callable[..., Any]] = {
-        "reward": load_language_model if reward.logit else of_rewards,
-        "critic": load_critic,
-        "reference": load_language_model,
-    }
+    texts = render_configs(run.config)
+    reward = REWARD_CHECKPOINT if run.config.rewards else REWARD_MODEL
     for role, section in run.config.served_sections.items():
         size = sum(file.stat().st_size for file in section.model.glob("*.safetensors"))
         if size > MAX_LOADED_BYTES:
             yield Finding("weights", f"{role}.model: {size / 1e9:.1f} GB, not loaded")
             continue
+        name = reward if role == "reward" else role
+        values = parse_pbtxt(name, texts[name]).parameters
+        parameters = Parameters(name, {key: value.string_value for key, value in values.items()})
+        loader, options = loader_of(parameters)
         try:
-            check_finite(loaders[role](section.model, dtype=section.dtype).model)
+            load_model(loader, section.model, None, {**options, "dtype": section.dtype})
         except CheckpointError as error:
             yield failed("weights", f"{role}.model: {error}")
         else:
