@@ -27,7 +27,8 @@ def loader_of(parameters: Parameters) -> tuple[str, dict[str, Any]]:
         temperature = float(parameters.text(TEMPERATURE))
         banned = ids_in(parameters.text(BANNED_TOKEN_IDS))
         return "load_language_model", {"temperature": temperature, "banned_token_ids": banned}
-    scale = json.loads(setting) if (setting := parameters.text("standardization")).startswith("{") else None
+    setting = parameters.text("standardization")
+    scale = json.loads(setting) if setting.startswith("{") else None
     options: dict[str, Any] = {"standardization": setting if scale is None else (scale["mean"], scale["std"])}
     weights = json.loads(parameters.text("attribute_weights"))
     score = parameters.optional("score") or "auto"
