@@ -181,7 +181,7 @@ class PartJob:
                 "trainer": {"global_batch_size": rows, **training},
                 "actor": {
                     "rollout_size": rows,
-                    "algorithm": {"name": algorithm},
+                    "algorithm": {"name": algorithm, "mask_unfinished": False},
                     "policy": {"model": folder / "policy", **training},
                     "prompts": {"max_tokens": PROMPT},
                     "generation": {"max_new_tokens": max_new_tokens, "batch_size": rows},

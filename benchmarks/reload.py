@@ -42,7 +42,7 @@ from rlhf_triton.config import ClientSection, RunConfig
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.server.health import FAILURES, read_metrics
+from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import with_free_ports
 from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
@@ -194,8 +194,7 @@ class ReloadService:
 
     def failed_requests(self) -> int:
         """Return the number of requests to the critic that have failed since the start, by the server's own count."""
-        metrics = read_metrics(self.config.server.metrics_url)
-        return int(sum(value for name, labels, value in metrics if name in FAILURES and f'"{CRITIC}"' in labels))
+        return count_failures(self.config.server.metrics_url, [CRITIC])
 
     def as_publisher(self, do: Callable[[], T]) -> T:
         """Call `do` in the publisher's thread, with its cores, priority and single torch thread; return the result."""
