@@ -88,27 +88,20 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
 
 # ---- clients, in a process of their own ----
 
-_ended: Any
+
+def _observe(url: str, ended: Path) -> dict[str, list[Any]]:
+    return asyncio.run(_observe_all(url, ended))
 
 
-def _remember(ended: Any) -> None:
-    global _ended
-    _ended = ended
-
-
-def _observe(url: str) -> dict[str, list[Any]]:
-    return asyncio.run(_observe_all(url))
-
-
-async def _observe_all(url: str) -> dict[str, list[Any]]:
-    """Have one row at a time scored by each client, without retries, until `_ended`."""
+async def _observe_all(url: str, ended: Path) -> dict[str, list[Any]]:
+    """Have one row at a time scored by each client, without retries, until there is a file `ended`."""
     observed: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
     settings = ClientSection(deadline_s=300, max_outage_s=0)
     async with TritonClient(url, settings, retries=0, max_in_flight=CLIENTS) as client:
 
         async def ask() -> None:
-            while not _ended.is_set():
+            while not ended.exists():
                 start = time.monotonic()
                 try:
                     answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
@@ -127,18 +120,17 @@ async def _observe_all(url: str) -> dict[str, list[Any]]:
 
 
 @contextlib.contextmanager
-def sending(url: str, core: int) -> Iterator[Future[dict[str, list[Any]]]]:
+def sending(service: ReloadService) -> Iterator[Future[dict[str, list[Any]]]]:
     """Run clients during the block; yield their observations, which are complete after the block."""
-    context = get_context("spawn")
-    ended = context.Event()
-    with ProcessPoolExecutor(1, context, _remember, (ended,)) as pool:
-        with on_cores(core):
+    ended = service.folder / "ended"
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with on_cores(service.client_core):
             pool.submit(abs, 0).result()  # until the process has imported what it needs
-        running = pool.submit(_observe, url)
+        running = pool.submit(_observe, service.config.server.http_url, ended)
         try:
             yield running
         finally:
-            ended.set()  # the clients finish their current requests
+            ended.touch()  # the clients finish their current requests
 
 
 @contextlib.contextmanager
@@ -165,6 +157,7 @@ class ReloadService:
 
         quiet_transformers()
         shutil.rmtree(folder, ignore_errors=True)
+        self.folder = folder
         self.num_parameters = make_checkpoint("reward", model, folder / "checkpoint")
         served = {"model": folder / "checkpoint", **SERVED}
         config = RunConfig.model_validate(
@@ -243,7 +236,7 @@ def measure_load(service: ReloadService, num_cycles: int) -> Measurement:
     blocks: list[Measurement] = []
     counts = {QUIET: 0, SWAP: SWAPS, TRITON: TRITON_RELOADS}
     before = service.failed_requests()
-    with sending(service.config.server.http_url, service.client_core) as observed:
+    with sending(service) as observed:
         time.sleep(1.0)  # until all clients have begun
         for kind in num_cycles * (QUIET, SWAP, QUIET, TRITON):
             begin = time.monotonic()

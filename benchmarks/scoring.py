@@ -99,7 +99,8 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
             started: dict[str, Running] = {}
             pace: dict[str, float] = {}
             for name in settings.contenders:
-                started[name], pace[name] = start_best(name, setups, expected, stack)
+                setup, pace[name] = fastest(name, setups, expected)
+                started[name] = stack.enter_context(CONTENDERS[name](setup))
                 record.say(f"{model} {name}: {1 / pace[name]:.1f} rows/s")
             num_requests = max(2 * IN_FLIGHT, math.ceil(settings.seconds / min(pace.values())))
             for number, name in in_turn(list(started), settings.repeats):
@@ -110,22 +111,13 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
     return summary(record.samples)
 
 
-def start_best(
-    name: str, setups: Sequence[Setup], expected: np.ndarray, stack: contextlib.ExitStack
-) -> tuple[Running, float]:
-    """Try each setup; keep the fastest one until `stack` closes; return it and its seconds per row."""
-    best: tuple[float, Running, contextlib.ExitStack] | None = None
+def fastest(name: str, setups: Sequence[Setup], expected: np.ndarray) -> tuple[Setup, float]:
+    """Return a contender's fastest setup, and its seconds per row."""
+    seconds = {}
     for setup in setups:
-        trial = stack.enter_context(contextlib.ExitStack())
-        server = trial.enter_context(CONTENDERS[name](setup))
-        pace = send(server, IN_FLIGHT, expected)["seconds"] / IN_FLIGHT
-        slower = trial
-        if best is None or pace < best[0]:
-            slower = best[2] if best else contextlib.ExitStack()
-            best = pace, server, trial
-        slower.close()
-    assert best is not None
-    return best[1], best[0]
+        with CONTENDERS[name](setup) as server:
+            seconds[setup] = send(server, IN_FLIGHT, expected)["seconds"] / IN_FLIGHT
+    return min(seconds.items(), key=lambda item: item[1])
 
 
 def send(server: Running, num_requests: int, expected: np.ndarray) -> Measurement:
