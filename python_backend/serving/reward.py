@@ -28,7 +28,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     parameters = process.parameters
     folder = parameters.path("model")
     stored, per_token = (parameters.optional(name) is not None for name in (STORE, PROCESS))
-    versions = follow_store(process, "reward") if stored else OneVersion(Version(0, process.load(folder)))
+    versions = follow_store(process) if stored else OneVersion(Version(0, process.load(folder)))
     model: RewardModel = versions.version.model
     limits = read_limits(model.limits, parameters)
     reader = reward_reader(folder, limits, parameters.optional, skipped_pad_id=model.skipped_pad_id)
