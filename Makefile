@@ -41,7 +41,7 @@ test-device: $(INSTALLED)
 # A real GPU: whether everything works there, and how fast, in at most eight minutes; without one, tiny models on the
 # CPU. Uses the environment of PYTHON as it is, because its torch must be one for the GPU.
 gpu-check:
-	$(PYTHON) -m rlhf_triton.tools bench gpu --out runs/gpu-check
+	$(PYTHON) -m benchmarks gpu --out runs/gpu-check
 
 # Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
 test-repeated:
@@ -116,7 +116,7 @@ $(INSTALLED_RLVR): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[rlvr]'
 	@touch $@
 
-# TRL needs another NumPy, so it has an environment of its own, also for `bench trl`; PPO is in an older TRL beside it.
+# TRL needs another NumPy, so it has an environment of its own, also for `python -m benchmarks trl`; PPO is in an older TRL beside it.
 trl-environment: runs/trl-environment/complete
 
 runs/trl-environment/complete: benchmarks/trl_requirements.txt

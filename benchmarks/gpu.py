@@ -14,14 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from benchmarks.measuring import (
     FREE_PORTS,
@@ -31,23 +31,24 @@ from benchmarks.measuring import (
     make_trace,
     timed,
 )
+from rlhf_triton.actor.algorithms.batch import critic_payload, make_batch
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.data.batch import PPOBatch
+from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import padded
+from rlhf_triton.actor.data.rollout_rows import Group, Score
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.batching import padded_rows
-from rlhf_triton.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from rlhf_triton.models.modeling import load_reward, quiet_transformers
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.publish import copy_checkpoint, initialise_store
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.training_payload import TrainPayload
+from rlhf_triton.wire.training_payload import train_payload
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_3 = {
@@ -60,9 +61,9 @@ LLAMA_3 = {
 }
 IN_FLIGHT = 64
 REPLY_S = 60.0
-FP32_ERROR = 1e-3  # standard deviations of the scores
-MOST_BF16_ERROR = 2.0  # times transformers' own
-MOST_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
+MAX_FP32_ERROR = 1e-3  # standard deviations of the scores
+MAX_BF16_ERROR = 2.0  # times transformers' own
+MAX_SWAP_MEMORY = 1.2  # times the weights, beside those that are served
 PROMPT = 96  # tokens
 LORA = {"lora_rank": 16, "gradient_checkpointing": True}
 PARTS = {  # functions of this module, and the most seconds of each
@@ -176,11 +177,11 @@ class PartJob:
                 "run": {"dir": folder / "run"},
                 "server": FREE_PORTS,
                 "reward": {"model": folder / "reward", **scoring},
-                "critic": {"model": folder / "critic", **scoring},
+                "critic": {"model": folder / "reward", **scoring},
                 "trainer": {"global_batch_size": rows, **training},
                 "actor": {
                     "rollout_size": rows,
-                    "algorithm": {"name": algorithm},
+                    "algorithm": {"name": algorithm, "mask_unfinished": False},
                     "policy": {"model": folder / "policy", **training},
                     "prompts": {"max_tokens": PROMPT},
                     "generation": {"max_new_tokens": max_new_tokens, "batch_size": rows},
@@ -203,45 +204,10 @@ class PartJob:
 
 
 def make_checkpoints(model: str, folder: Path, device: str) -> None:
-    """Write a reward model and a policy with random weights, and a critic of the reward's."""
+    """Write a reward model, from which the critic starts, and a policy, both with random weights."""
     shape: dict[str, Any] = {} if model == "tiny" else LLAMA_3
     for kind in ("reward", "policy"):
         make_checkpoint(kind, model, folder / kind, device=device, **shape)
-    (folder / "critic").mkdir()
-    save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
-    AutoTokenizer.from_pretrained(folder / "reward").save_pretrained(folder / "critic")
-
-
-def batch_of(tokens: Any, lengths: Any) -> PPOBatch:
-    """Return a training batch of `tokens` `[B, S]` whose rows have prompts of `PROMPT` tokens; all advantages are 1."""
-    weights = torch.zeros(tokens.shape[0], tokens.shape[1] - 1)
-    weights[:, PROMPT - 1 :] = 1.0
-    zeros = torch.zeros_like(weights)
-    return PPOBatch(
-        tokens=tokens,
-        lengths=lengths,
-        mask=weights,
-        policy_weights=weights,
-        logprobs=zeros,
-        ref_logprobs=None,
-        advantages=weights,
-        returns=zeros,
-        prev_values=zeros,
-        kl=None,
-        groups=torch.arange(len(lengths)),
-        versions=torch.full((len(lengths),), -1),
-        positive=torch.ones(len(lengths), dtype=torch.bool),
-        conversations=torch.arange(len(lengths)),
-    )
-
-
-def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
-    """Return a training payload of the rows, with random targets and a mask of ones."""
-    generator = np.random.default_rng(0)
-    lengths = np.asarray([row.size for row in rows], np.int64)
-    count = int(lengths.sum()) - len(rows)
-    returns, prev_values = (generator.normal(size=count).astype(np.float32) for _ in range(2))
-    return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
 def environment(job: PartJob) -> Found:
@@ -269,9 +235,9 @@ def served_score(job: PartJob) -> Found:
         with served(job.config(dtype=dtype), contract.REWARD_MODEL, contract.REWARDS) as send:
             scores.append(send(rows)[contract.REWARDS])
     own, bf16, fp32 = (float(np.abs(scored - exact).max() / exact.std()) for scored in scores)
-    yield number("float32: error of served scores", fp32, most=FP32_ERROR)
+    yield number("float32: error of served scores", fp32, most=MAX_FP32_ERROR)
     yield number("bfloat16: error of transformers' own scores", own)
-    yield number("bfloat16: error of served scores, times that", bf16 / own, most=MOST_BF16_ERROR)
+    yield number("bfloat16: error of served scores, times that", bf16 / own, most=MAX_BF16_ERROR)
 
 
 def scoring(job: PartJob) -> Found:
@@ -313,9 +279,9 @@ def swap(job: PartJob) -> Found:
             continue
         yield number("published to served, s", time.perf_counter() - start)
     if job.device == "cuda":
-        weights = (config.critic.model / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
+        weights = (store.folder(0) / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
         more = (torch.cuda.max_memory_allocated() - before) / weights
-        limit = None if job.small else MOST_SWAP_MEMORY  # beside a tiny model, requests need more
+        limit = None if job.small else MAX_SWAP_MEMORY  # beside a tiny model, requests need more
         yield number("most memory beside the served version, times its weights", more, most=limit)
 
 
@@ -325,7 +291,8 @@ def ppo_step(job: PartJob) -> Found:
     config = job.config(trained=LORA, rows=num_rows, max_new_tokens=longest)
     torch.manual_seed(0)
     policy = Policy(config.actor)
-    policy_update = PolicyUpdate(config.actor, policy, Method.from_settings(config.actor.algorithm, config.actor.kl))
+    method = Method.from_settings(config.actor.algorithm, config.actor.kl)
+    policy_update = PolicyUpdate(config.actor, policy, method)
     reward = load_reward(config.reward.model, device=job.device, dtype=config.reward.dtype)
     critic_update = CriticUpdate(build_critic(config.critic.model, config.trainer, seed=0), config.trainer)
     prompts = [Prompt(str(i), "", np.full(PROMPT, 5 + i)) for i in range(num_rows)]
@@ -339,17 +306,22 @@ def ppo_step(job: PartJob) -> Found:
         return result
 
     for _ in range(2):
-        samples = [row for (row,) in phase("generation", policy.generate, prompts, seed=0)]
-        rows = [sample.tokens for sample in samples]
-        phase("rewards", reward.score, rows)
-        phase("values", critic_update.critic.values, rows)
-        phase("log-probs", policy.logprobs, samples)
-        phase("log-probs of the reference", policy.logprobs, samples, reference=True)
-        report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
-        batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
+        sampled = [row for (row,) in phase("generation", policy.generate, prompts, seed=0)]
+        rows = [row.tokens for row in sampled]
+        rewards = phase("rewards", reward.score, rows)
+        values = phase("values", critic_update.critic.values, rows)
+        logprobs = phase("log-probs", policy.logprobs, sampled)
+        phase("log-probs of the reference", policy.logprobs, sampled, reference=True)
+        groups = []
+        for row, own, score, row_values in zip(sampled, logprobs, rewards[:, 0].tolist(), values, strict=True):
+            scored = replace(row, policy_logprobs=own, score=Score(reward=score, outcome=score, values=row_values))
+            groups.append(Group(((scored,),)))
+        batch = make_batch(groups, method, RewardShaper(config.actor.rewards, longest), kl_coef=0.0)
+        payload = train_payload(critic_payload(batch), critic_update.critic.limits)
+        report = phase("critic's update", critic_update.train, payload, lambda _: None)
         metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
     yield from (number(f"{name}, s", seconds) for name, seconds in durations.items())
-    new = sum(int(sample.sampled.sum()) for sample in samples)
+    new = sum(int(row.sampled.sum()) for row in sampled)
     rows_text = f"{num_rows} rows, {sum(map(len, rows))} tokens, {new} of them generated"
     yield number("all of them, s", sum(durations.values()), of=rows_text)
     yield number("decoding, tokens/s", new / durations["generation"], of=f"{num_rows} responses at once")

@@ -37,8 +37,8 @@ FREE_PORTS = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
 
 SEED = 0
 VOCAB_SIZE = 4096
-SHORTEST = 16  # tokens
-LONGEST = 512
+MIN_TOKENS = 16  # tokens
+MAX_TOKENS = 512
 SIZES = {  # layers, width, width of the MLP
     "tiny": (2, 64, 128),
     "1m": (4, 128, 336),
@@ -51,7 +51,7 @@ SIZES = {  # layers, width, width of the MLP
 
 def make_trace(num_rows: int) -> list[np.ndarray]:
     """Return token rows int64 `[length_i]` of log-normal lengths; a shorter trace is a prefix of a longer one."""
-    lengths = np.clip(np.rint(np.random.default_rng(SEED).lognormal(4.8, 0.8, num_rows)), SHORTEST, LONGEST)
+    lengths = np.clip(np.rint(np.random.default_rng(SEED).lognormal(4.8, 0.8, num_rows)), MIN_TOKENS, MAX_TOKENS)
     generator = np.random.default_rng(SEED + 1)
     return [generator.integers(3, VOCAB_SIZE, int(length), dtype=np.int64) for length in lengths]
 

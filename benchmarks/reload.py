@@ -42,7 +42,7 @@ from rlhf_triton.config import ClientSection, RunConfig
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.server.health import FAILURES, read_metrics
+from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import with_free_ports
 from rlhf_triton.wire.contract import CRITIC, VALUES, WEIGHTS_VERSION
 
@@ -53,7 +53,12 @@ SERVED = {"threads": 1, "token_budget": 256}
 SWAP = "swap"
 TRITON = "triton"
 QUIET = "quiet"
+SWAPS = 8  # of a cycle
+TRITON_RELOADS = 2  # of a cycle
+QUIET_S = 3.0
 RELOAD_EVERY_S = 0.5
+CLIENTS = 32  # requests in flight while the model is reloaded
+PUBLISHES = 20
 LOAD_TIMEOUT_S = 60.0
 LOWEST_PRIORITY = 19
 PERTURBATION = 1e-4
@@ -64,12 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", choices=SIZES, default=["1m", "7m"])
     add("--parts", nargs="+", choices="ab", default=["a", "b"], help="a: clients during reloads, b: time until served")
-    add("--swaps", type=int, default=8, help="part a: swaps of a cycle")
-    add("--triton-reloads", type=int, default=2, help="part a: Triton reloads of a cycle")
-    add("--clients", type=int, default=32, help="part a: requests in flight while the model is reloaded")
     add("--cycles", type=int, default=25, help="part a: cycles of quiet, swaps, quiet, Triton reloads")
-    add("--quiet-s", type=float, default=3.0, help="part a: seconds of each quiet block")
-    add("--publishes", type=int, default=20, help="part b: publishes of each model")
 
 
 def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
     for part, model in itertools.product(settings.parts, settings.models):
         with contextlib.ExitStack() as stack:
             service = ReloadService(record.out / "servers", model, stack)
-            sample = {"a": measure_load, "b": measure_publish}[part](settings, service)
+            sample = measure_load(service, settings.cycles) if part == "a" else measure_publish(service)
         record.add({"part": part, "model": model, **sample})
         rows += {"a": summary_of_load, "b": summary_of_publish}[part](record.samples[-1])
         record.say(f"{part}, {model}: {len(sample['reloads'])} reloads")
@@ -88,27 +88,20 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
 
 # ---- clients, in a process of their own ----
 
-_ended: Any
+
+def _observe(url: str, ended: Path) -> dict[str, list[Any]]:
+    return asyncio.run(_observe_all(url, ended))
 
 
-def _remember(ended: Any) -> None:
-    global _ended
-    _ended = ended
-
-
-def _observe(url: str, num_clients: int) -> dict[str, list[Any]]:
-    return asyncio.run(_observe_all(url, num_clients))
-
-
-async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
-    """Have one row at a time scored by each client, without retries, until `_ended`."""
+async def _observe_all(url: str, ended: Path) -> dict[str, list[Any]]:
+    """Have one row at a time scored by each client, without retries, until there is a file `ended`."""
     observed: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
     settings = ClientSection(deadline_s=300, max_outage_s=0)
-    async with TritonClient(url, settings, retries=0, max_in_flight=num_clients) as client:
+    async with TritonClient(url, settings, retries=0, max_in_flight=CLIENTS) as client:
 
         async def ask() -> None:
-            while not _ended.is_set():
+            while not ended.exists():
                 start = time.monotonic()
                 try:
                     answer = await client.score([next(rows)], (VALUES, WEIGHTS_VERSION))
@@ -122,23 +115,22 @@ async def _observe_all(url: str, num_clients: int) -> dict[str, list[Any]]:
                 observed["end_s"].append(round(time.monotonic(), 5))
                 observed["version"].append(int(answer[WEIGHTS_VERSION][0, 0]))
 
-        await asyncio.gather(*(ask() for _ in range(num_clients)))
+        await asyncio.gather(*(ask() for _ in range(CLIENTS)))
     return observed
 
 
 @contextlib.contextmanager
-def sending(url: str, num_clients: int, core: int) -> Iterator[Future[dict[str, list[Any]]]]:
+def sending(service: ReloadService) -> Iterator[Future[dict[str, list[Any]]]]:
     """Run clients during the block; yield their observations, which are complete after the block."""
-    context = get_context("spawn")
-    ended = context.Event()
-    with ProcessPoolExecutor(1, context, _remember, (ended,)) as pool:
-        with on_cores(core):
+    ended = service.folder / "ended"
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        with on_cores(service.client_core):
             pool.submit(abs, 0).result()  # until the process has imported what it needs
-        running = pool.submit(_observe, url, num_clients)
+        running = pool.submit(_observe, service.config.server.http_url, ended)
         try:
             yield running
         finally:
-            ended.set()  # the clients finish their current requests
+            ended.touch()  # the clients finish their current requests
 
 
 @contextlib.contextmanager
@@ -165,6 +157,7 @@ class ReloadService:
 
         quiet_transformers()
         shutil.rmtree(folder, ignore_errors=True)
+        self.folder = folder
         self.num_parameters = make_checkpoint("reward", model, folder / "checkpoint")
         served = {"model": folder / "checkpoint", **SERVED}
         config = RunConfig.model_validate(
@@ -194,8 +187,7 @@ class ReloadService:
 
     def failed_requests(self) -> int:
         """Return the number of requests to the critic that have failed since the start, by the server's own count."""
-        metrics = read_metrics(self.config.server.metrics_url)
-        return int(sum(value for name, labels, value in metrics if name in FAILURES and f'"{CRITIC}"' in labels))
+        return count_failures(self.config.server.metrics_url, [CRITIC])
 
     def as_publisher(self, do: Callable[[], T]) -> T:
         """Call `do` in the publisher's thread, with its cores, priority and single torch thread; return the result."""
@@ -238,22 +230,22 @@ def _step_back(cores: Sequence[int]) -> None:
 # ---- part a ----
 
 
-def measure_load(settings: argparse.Namespace, service: ReloadService) -> Measurement:
+def measure_load(service: ReloadService, num_cycles: int) -> Measurement:
     """Return the clients' observations, the reloads and the blocks: quiet, swaps, quiet, Triton reloads."""
     reloads: list[Measurement] = []
     blocks: list[Measurement] = []
-    counts = {QUIET: 0, SWAP: settings.swaps, TRITON: settings.triton_reloads}
+    counts = {QUIET: 0, SWAP: SWAPS, TRITON: TRITON_RELOADS}
     before = service.failed_requests()
-    with sending(service.config.server.http_url, settings.clients, service.client_core) as observed:
+    with sending(service) as observed:
         time.sleep(1.0)  # until all clients have begun
-        for kind in settings.cycles * (QUIET, SWAP, QUIET, TRITON):
+        for kind in num_cycles * (QUIET, SWAP, QUIET, TRITON):
             begin = time.monotonic()
             for _ in range(counts[kind]):
                 next_at = time.monotonic() + RELOAD_EVERY_S
                 reloads.append(service.reload(kind))
                 time.sleep(max(0.0, next_at - time.monotonic()))
             if kind == QUIET:
-                time.sleep(settings.quiet_s)
+                time.sleep(QUIET_S)
             blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
     failed = service.failed_requests() - before
     return {**observed.result(), "reloads": reloads, "blocks": blocks, "failed_by_server": failed}
@@ -296,11 +288,11 @@ def summary_of_load(sample: Measurement) -> list[dict[str, Any]]:
 # ---- part b ----
 
 
-def measure_publish(settings: argparse.Namespace, service: ReloadService) -> Measurement:
+def measure_publish(service: ReloadService) -> Measurement:
     """Return the timings of swaps on an otherwise idle server, each beside those of its unavoidable steps alone."""
     reloads = []
     service.reload(SWAP)  # warm-up: the first one includes deferred imports
-    for _ in range(settings.publishes):
+    for _ in range(PUBLISHES):
         done = service.reload(SWAP)
         folder = service.store.folder(done["version"])
         reloads.append({**done, **service.as_publisher(partial(_alone, service, folder))})

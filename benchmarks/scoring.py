@@ -7,7 +7,6 @@ and threads in the way that is fastest for it, and must return the scores of tra
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -27,7 +26,7 @@ import numpy as np
 from benchmarks.measuring import (
     FREE_PORTS,
     HOST,
-    LONGEST,
+    MAX_TOKENS,
     SIZES,
     Measurement,
     Record,
@@ -57,8 +56,9 @@ DEADLINE_S = 900.0
 NUM_CHECKED = 32  # first rewards, which are compared with those of transformers
 TOLERANCE = 2e-3
 OURS = "ours"
-POINT = ("model", "rows", "concurrency")
-Send = Callable[[list[np.ndarray]], Awaitable[Any]]
+IN_FLIGHT = 64  # requests, of one row each
+WARM_UP = 16  # requests
+Send = Callable[[np.ndarray], Awaitable[float]]
 
 
 class Setup(NamedTuple):
@@ -82,12 +82,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", choices=SIZES, default=["7m"])
     add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    add("--rows", type=int, nargs="+", default=[1], help="rows per request")
-    add("--concurrency", type=int, nargs="+", default=[64], help="requests in flight")
     add("--repeats", type=int, default=3, help="rounds; each measures every contender")
     add("--seconds", type=float, default=3.0, help="seconds of the fastest contender's turn")
-    splits = [f"1x{CORES}", f"{CORES}x1"]
-    add("--splits", nargs="+", default=splits, help="instances x threads to choose from")
 
 
 def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]]:
@@ -98,66 +94,53 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
         checkpoint = folder / "checkpoint"
         make_checkpoint("reward", model, checkpoint)
         expected = rewards_of_transformers(checkpoint)
-        setups = [Setup(checkpoint, folder / split, *map(int, split.split("x"))) for split in settings.splits]
+        setups = [Setup(checkpoint, folder / f"{n}x{CORES // n}", n, CORES // n) for n in sorted({1, CORES})]
         with contextlib.ExitStack() as stack:
             started: dict[str, Running] = {}
             pace: dict[str, float] = {}
             for name in settings.contenders:
-                started[name], pace[name] = start_best(name, setups, expected, stack)
+                setup, pace[name] = fastest(name, setups, expected)
+                started[name] = stack.enter_context(CONTENDERS[name](setup))
                 record.say(f"{model} {name}: {1 / pace[name]:.1f} rows/s")
-            for rows, concurrency in itertools.product(settings.rows, settings.concurrency):
-                wanted = settings.seconds / min(pace.values()) / rows
-                num_requests = max(2 * concurrency, math.ceil(wanted))
-                for number, name in in_turn(list(started), settings.repeats):
-                    point = dict(zip(POINT, (model, rows, concurrency), strict=True))
-                    timing = send(started[name], rows, concurrency, num_requests, expected)
-                    record.add({**point, "contender": name, "round": number, **timing})
-                    rate = timing["sequences"] / timing["seconds"]
-                    record.say(f"{model}, {concurrency} x {rows} rows, round {number + 1}: {name} {rate:.1f} rows/s")
+            num_requests = max(2 * IN_FLIGHT, math.ceil(settings.seconds / min(pace.values())))
+            for number, name in in_turn(list(started), settings.repeats):
+                timing = send(started[name], num_requests, expected)
+                record.add({"model": model, "contender": name, "round": number, **timing})
+                record.say(f"{model}, round {number + 1}: {name} {num_requests / timing['seconds']:.1f} rows/s")
         shutil.rmtree(checkpoint)
     return summary(record.samples)
 
 
-def start_best(
-    name: str, setups: Sequence[Setup], expected: np.ndarray, stack: contextlib.ExitStack
-) -> tuple[Running, float]:
-    """Try each setup; keep the fastest one until `stack` closes; return it and its seconds per row."""
-    best: tuple[float, Running, contextlib.ExitStack] | None = None
+def fastest(name: str, setups: Sequence[Setup], expected: np.ndarray) -> tuple[Setup, float]:
+    """Return a contender's fastest setup, and its seconds per row."""
+    seconds = {}
     for setup in setups:
-        trial = stack.enter_context(contextlib.ExitStack())
-        server = trial.enter_context(CONTENDERS[name](setup))
-        pace = send(server, 1, 64, 64, expected)["seconds"] / 64
-        slower = trial
-        if best is None or pace < best[0]:
-            slower = best[2] if best else contextlib.ExitStack()
-            best = pace, server, trial
-        slower.close()
-    assert best is not None
-    return best[1], best[0]
+        with CONTENDERS[name](setup) as server:
+            seconds[setup] = send(server, IN_FLIGHT, expected)["seconds"] / IN_FLIGHT
+    return min(seconds.items(), key=lambda item: item[1])
 
 
-def send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Measurement:
+def send(server: Running, num_requests: int, expected: np.ndarray) -> Measurement:
     """Send requests to a contender; return times, CPU seconds and the largest difference to transformers."""
-    return asyncio.run(_send(server, rows, concurrency, num_requests, expected))
+    return asyncio.run(_send(server, num_requests, expected))
 
 
-async def _send(server: Running, rows: int, concurrency: int, num_requests: int, expected: np.ndarray) -> Measurement:
-    trace = make_trace(rows * num_requests)
-    requests = [trace[i : i + rows] for i in range(0, len(trace), rows)]
+async def _send(server: Running, num_requests: int, expected: np.ndarray) -> Measurement:
+    rows = make_trace(num_requests)
     async with server.connect() as sender:
-        await closed_loop(sender, requests[: min(concurrency, max(1, 16 // rows))], concurrency)
+        await closed_loop(sender, rows[:WARM_UP], IN_FLIGHT)
         before = time.process_time() + cpu_seconds(server.pids)
-        seconds, latencies, answers = await closed_loop(sender, requests, concurrency)
+        seconds, latencies, answers = await closed_loop(sender, rows, IN_FLIGHT)
         cpu_s = time.process_time() + cpu_seconds(server.pids) - before
     p50, p99 = np.percentile(np.asarray(latencies) * 1e3, [50, 99]).tolist()
     return {
-        "sequences": len(trace),
-        "tokens": sum(row.size for row in trace),
+        "sequences": len(rows),
+        "tokens": sum(row.size for row in rows),
         "seconds": seconds,
         "p50_ms": p50,
         "p99_ms": p99,
         "cpu_s": cpu_s,
-        "difference": difference(np.concatenate([np.ravel(answer) for answer in answers]), len(trace), expected),
+        "difference": difference(np.ravel(answers), len(rows), expected),
     }
 
 
@@ -218,7 +201,7 @@ def ours(setup: Setup) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def pytriton_padded(setup: Setup) -> Iterator[Running]:
-    """Run a PyTriton server; its clients pad every row to `LONGEST` tokens."""
+    """Run a PyTriton server; its clients pad every row to `MAX_TOKENS` tokens."""
     ports = [free_port() for _ in range(3)]
     job = json.dumps([str(setup.checkpoint), setup.instances, setup.threads, *ports])
     # PyTriton's stubs need this interpreter's libpython, like the stubs of the project's tritonserver.
@@ -226,7 +209,7 @@ def pytriton_padded(setup: Setup) -> Iterator[Running]:
     child = Child("PyTriton", ["benchmarks.scoring", job], setup.folder / "pytriton.log", environment)
     address = f"{HOST}:{ports[0]}"
     with running(child, address, f"/v2/models/{REWARD_MODEL}/ready") as pid:
-        yield Running(partial(to_triton, address, LONGEST), [pid])
+        yield Running(partial(to_triton, address, MAX_TOKENS), [pid])
 
 
 @contextlib.contextmanager
@@ -236,7 +219,16 @@ def vllm(setup: Setup) -> Iterator[Running]:
     if folder is None:
         raise RlhfError("VLLM_ENVIRONMENT is not set; run `make test-vllm`, and set it to runs/vllm-environment")
     command = [str(Path(folder).absolute() / "venv/bin/vllm"), "serve", str(setup.checkpoint), "--host", HOST]
-    command += ["--runner", "pooling", "--convert", "classify", "--max-model-len", str(LONGEST), "--dtype", "float32"]
+    command += [
+        "--runner",
+        "pooling",
+        "--convert",
+        "classify",
+        "--max-model-len",
+        str(MAX_TOKENS),
+        "--dtype",
+        "float32",
+    ]
     # Every round sends the same rows, which a cache of prefixes would answer without computing them.
     command += ["--no-enable-prefix-caching", "--enforce-eager", "--disable-uvicorn-access-log"]
     environment = {
@@ -268,8 +260,8 @@ async def to_triton(url: str, width: int) -> AsyncIterator[Send]:
     settings = ClientSection(deadline_s=DEADLINE_S, max_outage_s=0)
     async with TritonClient(url, settings, retries=0, max_in_flight=1024) as client:
 
-        async def sender(rows: list[np.ndarray]) -> np.ndarray:
-            return (await client.rewards(rows, width=width))[REWARDS]
+        async def sender(row: np.ndarray) -> float:
+            return float((await client.rewards([row], width=width))[REWARDS][0, 0])
 
         yield sender
 
@@ -282,14 +274,14 @@ async def to_vllm(urls: Sequence[str]) -> AsyncIterator[Send]:
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S), connector=connector) as session:
 
-        async def sender(rows: list[np.ndarray]) -> list[float]:
+        async def sender(row: np.ndarray) -> float:
             url = min(in_flight, key=in_flight.__getitem__)
             in_flight[url] += 1
-            body = {"input": [row.tolist() for row in rows], "use_activation": False}
+            body = {"input": [row.tolist()], "use_activation": False}
             try:
                 async with session.post(f"{url}/classify", json=body) as answer:
                     answer.raise_for_status()
-                    return [row["probs"][0] for row in (await answer.json())["data"]]
+                    return float((await answer.json())["data"][0]["probs"][0])
             finally:
                 in_flight[url] -= 1
 
@@ -334,18 +326,18 @@ def serve_pytriton(checkpoint: Path, instances: int, threads: int, http: int, gr
 
 
 def summary(samples: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Return medians for every contender at every point; ratios are medians over matched rounds."""
+    """Return medians for every model and contender; ratios are medians over matched rounds."""
     rows = []
-    for point, at_point in grouped(samples, *POINT).items():
-        for (name,), own in grouped(at_point, "contender").items():
+    for (model,), of_model in grouped(samples, "model").items():
+        for (name,), own in grouped(of_model, "contender").items():
             row = {
-                **dict(zip(POINT, point, strict=True)),
+                "model": model,
                 "contender": name,
                 "rows_per_s": median(s["sequences"] / s["seconds"] for s in own),
-                "ours_times_as_fast": matched_ratio(at_point, name, OURS, "seconds"),
+                "ours_times_as_fast": matched_ratio(of_model, name, OURS, "seconds"),
                 "p50_ms": median(s["p50_ms"] for s in own),
                 "p99_ms": median(s["p99_ms"] for s in own),
-                "p99_of_ours": matched_ratio(at_point, OURS, name, "p99_ms"),
+                "p99_of_ours": matched_ratio(of_model, OURS, name, "p99_ms"),
                 "cpu_ms_per_token": median(s["cpu_s"] * 1e3 / s["tokens"] for s in own),
                 "difference": max(s["difference"] for s in own),
             }

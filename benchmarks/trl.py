@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.measuring import (
     FREE_PORTS,
+    MIN_TOKENS,
     SEED,
-    SHORTEST,
     SIZES,
     Measurement,
     Record,
@@ -38,6 +38,9 @@ from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 ROOT = Path(__file__).resolve().parents[1]
 PPO_TRL = "trl-ppo"  # folder of the last TRL that has PPO, in its environment
 ALGORITHMS = ("grpo", "ppo")
+WARM_UP = 2  # steps of a turn before the measured ones
+STEPS = 4  # measured steps of a turn
+THREADS = 2  # cores of each side, and torch threads of each trainer
 GROUP = 8  # responses per prompt, without a critic
 OURS = "ours"
 TRL = "trl"
@@ -62,13 +65,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     models = (SMOLLM2, *SIZES)
     add("--models", nargs="+", choices=models, default=["7m"], help=f"{SMOLLM2} is SmolLM2")
     add("--smollm2", type=Path, help="folder of SmolLM2-135M; rlhf-triton example-model --smollm2 writes it")
-    add("--algorithms", nargs="+", choices=ALGORITHMS, default=ALGORITHMS)
     add("--cells", nargs="+", default=["16x32"], help=f"rows (times {GROUP}) x new tokens")
     add("--contenders", nargs="+", choices=(TRL, OURS), default=[TRL, OURS], help="sides to measure")
     add("--rounds", type=int, default=5, help="turns of each side in each cell")
-    add("--steps", type=int, default=4, help="measured steps of a turn")
-    add("--warmup", type=int, default=2, help="steps of a turn before the measured ones")
-    add("--threads", type=int, default=2, help="cores of each side, and torch threads of each trainer")
     add("--trl-micro-batch", type=int, default=64, help="rows per forward pass of TRL, which accumulates gradients")
     add("--environment", type=Path, default=Path("runs/trl-environment"), help="TRL's environment")
 
@@ -79,14 +78,14 @@ def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]
         raise RlhfError(f"--models {SMOLLM2} requires --smollm2 DIR, the model's folder; add it or drop {SMOLLM2}")
     if TRL in settings.contenders and not (settings.environment / "complete").is_file():
         raise RlhfError(f"{settings.environment} is not TRL's environment: run `make trl-environment`")
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     for model in settings.models:
         policy = settings.smollm2 if model == SMOLLM2 else record.out / "models" / model
         if model in SIZES:
             make_checkpoint("policy", model, policy)
         scoring = record.out / "models" / f"{model}-scoring"
         make_scoring_model(policy, scoring)
-        for size, algorithm in itertools.product(settings.cells, settings.algorithms):
+        for size, algorithm in itertools.product(settings.cells, ALGORITHMS):
             cell = dict(zip(CELL, (model, *map(int, size.split("x")), algorithm), strict=True))
             for number, name in in_turn(settings.contenders, settings.rounds):
                 prepared = prepare(cell, settings, record.out / "turn", policy, scoring)
@@ -119,7 +118,7 @@ def prepare(
     if cell["model"] == SMOLLM2:
         texts = [f"{i + 1}. {PROMPTS[i % len(PROMPTS)]}" for i in range(count)]
     else:
-        texts = [" ".join(f"w{token}" for token in row[:SHORTEST]) for row in make_trace(count)]
+        texts = [" ".join(f"w{token}" for token in row[:MIN_TOKENS]) for row in make_trace(count)]
     prompts = folder.absolute() / "prompts.jsonl"
     write_jsonl(prompts, ({"text": text} for text in texts))
     return {
@@ -131,7 +130,7 @@ def prepare(
         "group": group,
         "kl_coef": 0.05 if is_ppo else 0.0,  # TRL's defaults
         "lr": 1e-6,
-        "threads": options.threads,
+        "threads": THREADS,
         "trl_micro_batch": options.trl_micro_batch,
         "steps": str(folder.absolute() / "steps"),
     }
@@ -155,11 +154,11 @@ def turn(name: str, settings: dict[str, Any], options: argparse.Namespace) -> Me
         command = [str(python), "-m", "benchmarks.trl_side"]
         child = Child(name, [json.dumps(settings)], folder / "trl.log", environment, command=command)
     try:
-        begin_s, begin_cpu_s = _after(options.warmup, done, child)
-        end_s, end_cpu_s = _after(options.warmup + options.steps, done, child)
+        begin_s, begin_cpu_s = _after(WARM_UP, done, child)
+        end_s, end_cpu_s = _after(WARM_UP + STEPS, done, child)
     finally:
         child.stop(signal.SIGINT if name == OURS else signal.SIGTERM, 120)
-    return {"seconds": (end_s - begin_s) / options.steps, "cpu_seconds": (end_cpu_s - begin_cpu_s) / options.steps}
+    return {"seconds": (end_s - begin_s) / STEPS, "cpu_seconds": (end_cpu_s - begin_cpu_s) / STEPS}
 
 
 def _after(num_steps: int, done: Path, child: Child) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""TRL's side of `bench trl`, run in TRL's own environment by `python -m benchmarks.trl_side SETTINGS`; and the reward.
+"""TRL's side of the benchmark `trl`, run in TRL's environment by `python -m benchmarks.trl_side SETTINGS`; the reward.
 
 Each step appends a line to the file `steps` of the settings (`trl.prepare`). One optimizer step per rollout: no
 activation checkpointing, float32, whole responses; a KL term only with PPO.

@@ -21,7 +21,6 @@ COMMANDS = {
     "status": "show served versions, journal, last step and last problem of a run",
     "report": "write the page of a run, also while it runs",
     "doctor": "check the machine, a configuration and its server, with remedies",
-    "bench": "run the measurements behind the README's numbers",
 }
 # Modules that are not called as their command.
 MODULES = {"gateway": "gateway.command", "report": "report.page", "example-model": "example_model"}
@@ -33,7 +32,7 @@ COMPUTING = ("tokenizers", "torch", "transformers")
 
 def module_of(command: str) -> str:
     """Return the module whose `main` executes the command."""
-    return "benchmarks.command" if command == "bench" else f"rlhf_triton.tools.{MODULES.get(command, command)}"
+    return f"rlhf_triton.tools.{MODULES.get(command, command)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,14 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
-    is_checkout = (ROOT / "benchmarks").is_dir()
-    if is_checkout and name == "bench":  # this checkout's, whatever else is called so
-        sys.path.insert(0, str(ROOT))
-    elif is_checkout:  # `examples` is no part of the installed package
+    if (ROOT / "examples").is_dir():  # in a checkout; it is no part of the installed package
         sys.path.append(str(ROOT))
-    elif name == "bench":
-        print("error: bench needs a checkout of the project; run it from the root of the checkout", file=sys.stderr)
-        return 2
     sys.argv = [f"{program} {name}", *arguments]  # the command's `main` parses sys.argv
     try:
         return int(importlib.import_module(module_of(name)).main() or 0)

@@ -27,8 +27,8 @@ from rlhf_triton.process import StopSignals
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_actor, only_run
-from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse, program
+from rlhf_triton.tools.checks import preflight
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised

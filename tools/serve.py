@@ -20,16 +20,17 @@ from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import RUN_MODULE, StopRequested, StopSignals
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.run_lock import make_folder, only_server
-from rlhf_triton.tools import preflight
 from rlhf_triton.tools.arguments import parse
-from rlhf_triton.tools.checks import Level, found_by
+from rlhf_triton.tools.checks import preflight
+from rlhf_triton.tools.checks.findings import Level, found_by
 from rlhf_triton.tools.server.child import WaitCheck
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.ports import bind_address, check_ports, with_free_ports
 from rlhf_triton.tools.server.server_log import Log
+from rlhf_triton.tools.server.shell_command import shell_command
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
-from rlhf_triton.tools.server.tritonserver import TritonServer, shell_command
+from rlhf_triton.tools.server.tritonserver import TritonServer
 
 WATCH_INTERVAL_S = 0.2
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities

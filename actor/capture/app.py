@@ -14,8 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from rlhf_triton.actor.capture.chat_apis import ANTHROPIC_MESSAGES, OPENAI_CHAT, ChatApi, reply_to
+from rlhf_triton.actor.capture.anthropic_api import ANTHROPIC_MESSAGES
+from rlhf_triton.actor.capture.chat_apis import ChatApi, reply_to
 from rlhf_triton.actor.capture.http import Body, HttpError, in_thread, read_json, while_connected
+from rlhf_triton.actor.capture.openai_api import OPENAI_CHAT
 from rlhf_triton.actor.capture.sessions import Sampler, Session, Sessions
 from rlhf_triton.store.jsonl import append_jsonl
 

@@ -22,7 +22,7 @@ from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import TOOLS
 
 logger = logging.getLogger(__name__)
-MOST_ENDED = 100_000  # names of ended sessions that are remembered
+MAX_ENDED = 100_000  # names of ended sessions that are remembered
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class Sessions:
         """End a session and return it, None if it is unknown; later calls under its name are refused in both cases."""
         self._ended.pop(name, None)  # the oldest comes first
         self._ended[name] = time.monotonic()
-        if len(self._ended) > MOST_ENDED:
+        if len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
         session = self._open.pop(name, None)
         if session is not None:

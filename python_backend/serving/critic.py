@@ -28,7 +28,7 @@ from rlhf_triton.wire.contract import (
 def serve(args: Mapping[str, str]) -> Engine:
     """Return the engine that serves values of the current version in a weights store."""
     process = TorchProcess(args)
-    versions = follow_store(process, "critic", functools.partial(process.load, "load_critic"))
+    versions = follow_store(process)
     limits = read_limits(versions.version.model.limits, process.parameters)
     reader = RowReader(
         process.parameters.path("model"), limits, add_special_tokens=False, checks_size=True, owner="critic"

@@ -6,7 +6,7 @@ Replies once the sidecar has finished, with `status` 0 and the `weights_version`
 import numpy as np
 
 from rlhf_triton.python_backend.serving.journal_model import JournalServer
-from rlhf_triton.python_backend.serving.triton import Call, Parameters, triton_model
+from rlhf_triton.python_backend.serving.triton import Call, parameters_of, triton_model
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire import contract
@@ -29,4 +29,4 @@ def reply(_: Result) -> contract.Arrays:
     return {contract.STATUS: np.zeros(1, np.int64)}
 
 
-TritonPythonModel = triton_model(lambda args: JournalServer(Parameters(args), accept, reply))
+TritonPythonModel = triton_model(lambda args: JournalServer(parameters_of(args), accept, reply))

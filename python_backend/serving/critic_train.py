@@ -13,7 +13,7 @@ from rlhf_triton.checkpoints.inspection import CONFIG_FILE
 from rlhf_triton.checkpoints.row_length import max_positions
 from rlhf_triton.process import keep_freed_memory
 from rlhf_triton.python_backend.serving.journal_model import JournalServer, traceparent_of
-from rlhf_triton.python_backend.serving.triton import Call, Parameters, triton_model
+from rlhf_triton.python_backend.serving.triton import Call, parameters_of, triton_model
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.store.weights import FIRST_VERSION, WeightsStore
@@ -24,7 +24,7 @@ from rlhf_triton.wire.training_payload import train_payload
 
 def serve(args: Mapping[str, str]) -> JournalServer:
     """Return the server that journals training payloads; the sidecar, a separate process, trains on them."""
-    parameters = Parameters(args)
+    parameters = parameters_of(args)
     keep_freed_memory()  # page faults for every payload would cost more than validating it
     store = WeightsStore(parameters.path("store"))
     number = store.current()

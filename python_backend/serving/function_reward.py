@@ -18,8 +18,8 @@ import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
 from rlhf_triton.python_backend.serving.requests import request_limits
-from rlhf_triton.python_backend.serving.scheduling import RoundRobin
-from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, triton_model
+from rlhf_triton.python_backend.serving.round_robin import RoundRobin
+from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, log, log_error, parameters_of, triton_model
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample, with_reply
 from rlhf_triton.rewards.groups import grouped
 from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
@@ -37,7 +37,7 @@ class FunctionReward:
 
     def __init__(self, args: Mapping[str, str]) -> None:
         """Start the workers. Raises FunctionError if the function cannot be imported."""
-        parameters = Parameters(args)
+        parameters = parameters_of(args)
         self._tokenizer = load_tokenizer(parameters.path("tokenizer")) if parameters.optional("tokenizer") else None
         self._limits = request_limits(ANY_TOKEN, parameters)
         self._texts = RoundRobin("texts")

@@ -13,10 +13,10 @@ import numpy as np
 
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring import tracing
+from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.python_backend.serving.triton import (
     Call,
     MetricCounters,
-    Parameters,
     Unavailable,
     log_error,
 )

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-FEWEST_TOKENS = 16
-WIDEST = 512  # tokens of a row; larger passes have more rows
+MIN_TOKENS = 16
+MAX_WIDTH = 512  # tokens of a row; larger passes have more rows
 BUDGET_S = 2.0  # after the warm-up
 ROUNDS = 5
 UNMEASURED = 64  # overhead in tokens if there was no time to measure two sizes
@@ -22,16 +22,16 @@ def fit_pass_cost(
         longest: maximum tokens of a row; None: unlimited.
     """
     started = clock()
-    run(1, min(FEWEST_TOKENS, longest or FEWEST_TOKENS))  # warm-up, so that the first request does not wait for it
+    run(1, min(MIN_TOKENS, longest or MIN_TOKENS))  # warm-up, so that the first request does not wait for it
     began = clock()
     if began - started > BUDGET_S:
         return None
     fastest: dict[int, float] = {}
     for _ in range(ROUNDS):
         last_s = 0.0
-        tokens = FEWEST_TOKENS
+        tokens = MIN_TOKENS
         while tokens <= token_budget:
-            width = min(tokens, WIDEST, longest or WIDEST)
+            width = min(tokens, MAX_WIDTH, longest or MAX_WIDTH)
             size = tokens // width * width
             started = clock()
             if started - began + fastest.get(size, GROWTH * last_s) > BUDGET_S:

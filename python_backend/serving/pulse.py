@@ -21,7 +21,7 @@ GIVEN_UP_S = 0.9  # just below Triton's timeout of 1 s, because wake-up times ar
 TICK_S = 0.1
 STUB = "triton_python_b"  # triton_python_backend_stub, which the kernel truncates to 15 characters
 WAKE_S = 0.3
-SLOWEST_WAKE_S = 0.36  # on a busy machine
+MAX_WAKE_S = 0.36  # on a busy machine
 HANDED_OVER_S = 0.5  # a request that arrives this soon after a stall arrived during it
 SWITCHES_OF_STOP = 2  # context switches of a sleeping thread that is stopped and continued
 _SWITCHES = re.compile(rb"\nvoluntary_ctxt_switches:\s*(\d+)")
@@ -77,9 +77,9 @@ class Pulse:
         stops = _num_switches(self._sleeper)
         new = wakes - self._wakes
         real = new - SWITCHES_OF_STOP if stops > self._stops else new
-        silent_s = now - self._woke_at - max(real - 1, 0) * SLOWEST_WAKE_S
+        silent_s = now - self._woke_at - max(real - 1, 0) * MAX_WAKE_S
         if new:
-            is_steady = now - self._checked_at < (real + 1) * SLOWEST_WAKE_S
+            is_steady = now - self._checked_at < (real + 1) * MAX_WAKE_S
             earliest = self._checked_at + max(real - 1, 0) * WAKE_S
             self._woke_at = max(earliest, now - WAKE_S / 2) if is_steady else earliest
         self._wakes = wakes

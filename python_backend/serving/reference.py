@@ -23,11 +23,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     process = TorchProcess(args)
     parameters = process.parameters
     folder = parameters.path("model")
-    temperature = parameters.text(contract.TEMPERATURE)
-    banned = parameters.text(contract.BANNED_TOKEN_IDS)
-    model: LanguageModel = process.load(
-        "load_language_model", folder, temperature=float(temperature), banned_token_ids=contract.ids_in(banned)
-    )
+    model: LanguageModel = process.load(folder)
     limits = read_limits(model.limits, parameters)
 
     def read(call: Call) -> ScoringRows:
@@ -36,6 +32,7 @@ def serve(args: Mapping[str, str]) -> Engine:
             raise ContractError(f"{contract.TOKENS}: missing")
         return scoring_rows(tokens, call.array(contract.SEQUENCE_LENGTHS), limits=limits)
 
+    temperature, banned = (parameters.text(name) for name in (contract.TEMPERATURE, contract.BANNED_TOKEN_IDS))
     log(f"{parameters.model}: {folder.name}, log-probs at temperature {temperature}, banned tokens {banned}")
     return Engine(
         process,

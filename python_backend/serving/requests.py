@@ -21,6 +21,7 @@ from rlhf_triton.checkpoints.tokenization import (
     load_tokenizer,
 )
 from rlhf_triton.errors import reason_of
+from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.rewards.function import REPLY_KEY, split_reply, with_reply
 from rlhf_triton.wire.chats import render_chat, template_options, texts_in
 from rlhf_triton.wire.contract import (
@@ -46,7 +47,7 @@ from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
 
 if TYPE_CHECKING:  # the first imports jinja2, which only a template needs; the second needs tritonserver
     from rlhf_triton.python_backend.serving.templates import RowTemplate
-    from rlhf_triton.python_backend.serving.triton import Call, Parameters
+    from rlhf_triton.python_backend.serving.triton import Call
 
 logger = logging.getLogger(__name__)
 BYTES_PER_ROW = 128  # estimated overhead of a row's Python objects, in addition to the text

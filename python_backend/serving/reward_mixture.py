@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlhf_triton.python_backend.serving.triton import Call, Parameters, answer_each, log_error, triton_model
+from rlhf_triton.python_backend.serving.triton import Call, answer_each, log_error, parameters_of, triton_model
 from rlhf_triton.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, Arrays, texts_array
 
 
@@ -55,7 +55,7 @@ class WeightedSum:
     """Computes the weighted sum of the components' scores."""
 
     def __init__(self, args: Mapping[str, str]) -> None:
-        parameters = Parameters(args)
+        parameters = parameters_of(args)
         self._names: list[str] = json.loads(parameters.text(REWARD_COMPONENTS))
         self._weights = np.asarray(json.loads(parameters.text(REWARD_WEIGHTS)), np.float64)
         self._silent = {name for name, weight in zip(self._names, self._weights, strict=True) if weight == 0}

@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.python_backend.serving.pass_cost import fit_pass_cost, overhead_tokens
-from rlhf_triton.python_backend.serving.scheduling import SWITCH_INTERVAL_S, RoundRobin, RowPool
-from rlhf_triton.python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log, log_error
+from rlhf_triton.python_backend.serving.round_robin import RoundRobin
+from rlhf_triton.python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
+from rlhf_triton.python_backend.serving.triton import Call, MetricCounters, Unavailable, log, log_error
 from rlhf_triton.wire.contract import (
     DEMANDED,
     FORWARD_OUTPUTS,

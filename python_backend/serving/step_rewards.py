@@ -1,4 +1,4 @@
-"""Splits the rows of a process reward into steps, as published models expect, and makes the reply's tensors.
+"""Splits the rows of a process reward into steps, as published models expect.
 
 A step ends after a separator, or where the row's metadata says. The text after the last separator is a further step,
 unless it is blank. Published models are trained with a mark after every step, so the last step gets one as well.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, is_special, single_tokens
-from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
 from rlhf_triton.wire import contract
@@ -23,7 +22,6 @@ from rlhf_triton.wire.contract import METADATA, SENTENCES, ContractError, RowSte
 from rlhf_triton.wire.texts import metadata_rows
 
 if TYPE_CHECKING:
-    from rlhf_triton.python_backend.serving.scoring import Reply, Scoring
     from rlhf_triton.python_backend.serving.triton import Call
 
 
@@ -234,43 +232,3 @@ def _every_token(row: TokenRow) -> TokenRow:
     """Return the row with a step at each token after its prompt."""
     at = np.arange(row.prompt_length or 0, row.tokens.size)
     return row._replace(steps=RowSteps(at, at, at))
-
-
-# The reply's tensors, from outputs that are scores float32 `[length_i]` at each token of a row.
-
-
-def _steps(scoring: Scoring) -> Iterator[tuple[RowSteps, np.ndarray]]:
-    """Yield the steps of each row and their scores."""
-    for row, scores in zip(scoring.rows, scoring.outputs, strict=True):
-        assert row.steps is not None
-        yield row.steps, scores[row.steps.read_at]
-
-
-def _rewards(scoring: Scoring) -> np.ndarray:
-    """Return the lowest score of each row's steps; NaN for a row without steps."""
-    return np.asarray([[scores.min() if scores.size else np.nan] for _, scores in _steps(scoring)], np.float32)
-
-
-def _token_rewards(scoring: Scoring) -> np.ndarray:
-    placed = np.zeros((len(scoring.rows), scoring.width), np.float32)
-    for i, (at, scores) in enumerate(_steps(scoring)):
-        placed[i, at.token_places] = scores
-    return placed
-
-
-def _step_rewards(scoring: Scoring) -> np.ndarray:
-    rows = [scores for _, scores in _steps(scoring)]
-    return padded_rows(rows, max(1, *(scores.size for scores in rows)))
-
-
-def _step_ends(scoring: Scoring) -> np.ndarray:
-    ends = [at.ends for at, _ in _steps(scoring)]
-    return padded_rows([row_ends + 1 for row_ends in ends], max(1, *(row_ends.size for row_ends in ends)), np.int64) - 1
-
-
-STEP_REPLY: Reply = {
-    contract.REWARDS: _rewards,
-    contract.TOKEN_REWARDS: _token_rewards,
-    contract.STEP_REWARDS: _step_rewards,
-    contract.STEP_ENDS: _step_ends,
-}

@@ -23,9 +23,9 @@ from rlhf_triton.models.out_of_memory import MemoryBudget, gpu_bytes
 from rlhf_triton.models.placement import device_of
 from rlhf_triton.monitoring.metrics import GPU_MEMORY
 from rlhf_triton.process import keep_freed_memory
-from rlhf_triton.python_backend.serving.ranks.loaders import load_model
+from rlhf_triton.python_backend.serving.loaders import load_model, loader_of
 from rlhf_triton.python_backend.serving.scoring import Forward, Wait
-from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, Parameters, Unavailable, log_error
+from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, Unavailable, log_error, parameters_of
 from rlhf_triton.python_backend.serving.versions.follower import Version
 from rlhf_triton.wire.contract import UNTIL_LOADED, TokenRow
 
@@ -45,7 +45,7 @@ class TorchProcess:
     def __init__(self, args: Mapping[str, str]) -> None:
         """Prepare the process for forward passes. `args`: the arguments of Triton's `initialize`."""
         quiet_transformers()
-        self.args, self.parameters = args, Parameters(args)
+        self.args, self.parameters = args, parameters_of(args)
         keep_freed_memory()
         device = self.parameters.text("device")
         size = self.parameters.number("tensor_parallel")
@@ -64,7 +64,8 @@ class TorchProcess:
             self._gauges = {
                 spec.name: Gauge(model, f"rlhf_{spec.name}", spec.help, instance=instance) for spec in GPU_MEMORY
             }
-        self._loading: dict[str, Any] = {"device": device, "dtype": self.parameters.text("dtype")}
+        self._loader, options = loader_of(self.parameters)
+        self._options = {**options, "device": device, "dtype": self.parameters.text("dtype")}
         self.stop_loading: Callable[[bool], None] = lambda waits: None
         """Stops the thread that calls `load`; with True, waits until it has ended, which it may never do once a rank is
         lost."""
@@ -81,13 +82,12 @@ class TorchProcess:
                 functools.partial(self._end, "has lost a rank"),
             )
 
-    def load(self, loader: str, folder: Path, served: Any = None, **options: Any) -> Any:
-        """Load a model, on all ranks if there are several; see `load_model`."""
-        options |= self._loading
+    def load(self, folder: Path, served: Any = None) -> Any:
+        """Load the model, on all ranks if there are several; see `load_model`."""
         if self._ranks is not None:
-            return self._ranks.load(loader, folder, served, options)
+            return self._ranks.load(self._loader, folder, served, self._options)
         with staging(self.device):
-            return load_model(loader, folder, served, options)
+            return load_model(self._loader, folder, served, self._options)
 
     def launch(self, forward: Forward, version: Version, rows: Sequence[TokenRow], width: int) -> Wait:
         """Launch a forward pass, in halves if it does not fit into the device's memory, and on all ranks."""

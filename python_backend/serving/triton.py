@@ -1,4 +1,4 @@
-"""Interface to Triton's Python backend: requests and replies, model parameters, the server's log and metrics.
+"""Interface to Triton's Python backend: requests and replies, the server's log and metrics.
 
 The only module that imports triton_python_backend_utils. Imports no torch.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.path_alias import plain_alias
+from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.python_backend.serving.pulse import Pulse
 from rlhf_triton.wire.contract import (
     AFTER_CRITIC,
@@ -33,44 +33,16 @@ from rlhf_triton.wire.texts import printable
 MAX_NAMES = 50  # maximum number of counters of a reward function
 
 
-class Parameters:
-    """A model's `parameters` from config.pbtxt. Raises ValueError naming the model and the parameter."""
-
-    def __init__(self, args: Mapping[str, str]) -> None:
-        _hide_requests()
-        config = json.loads(args["model_config"])
-        self.model = config["name"]
-        self._values = {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
-
-    def text(self, name: str) -> str:
-        """Return a required parameter."""
-        if not self._values.get(name):
-            raise ValueError(
-                f"{self.model}/config.pbtxt has no parameter {name}; render it with tools/render_configs.py"
-            )
-        return self._values[name]
-
-    def optional(self, name: str) -> str | None:
-        """Return a parameter, or None if it is absent or empty."""
-        return self._values.get(name) or None
-
-    def number(self, name: str) -> int:
-        """Return a required parameter as an integer."""
-        return int(self.text(name))
-
-    def path(self, name: str) -> Path:
-        """Return a required parameter as an absolute path; relative paths start at tritonserver's working directory.
-
-        Returns an alias for a path that is not ASCII: file names in this process must be ASCII.
-        """
-        path = Path(self.text(name)).absolute()
-        return path if str(path).isascii() else plain_alias(path)
+def parameters_of(args: Mapping[str, str]) -> Parameters:
+    """Return the model's parameters, from the arguments of Triton's `initialize`."""
+    config = json.loads(args["model_config"])
+    return Parameters(config["name"], {key: item["string_value"] for key, item in config.get("parameters", {}).items()})
 
 
 def _hide_requests() -> None:
     """Make the shared memory through which this process receives requests unreadable for other users.
 
-    Triton creates it with mode 0644, regardless of the umask. A model calls this before it receives its first request.
+    Triton creates it with mode 0644, regardless of the umask.
     """
     # Bytes, because this process decodes as ASCII and may have loaded libraries from a folder with another name.
     for region in set(re.findall(rb"/dev/shm/\S+", Path("/proc/self/maps").read_bytes())):
@@ -213,7 +185,8 @@ class TritonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load. A reload through Triton runs this in a new process."""
-        name = json.loads(args["model_config"])["name"]
+        _hide_requests()
+        name = parameters_of(args).model
         # Triton itself counts an error response as a success.
         refused = NamedCounters(name, "rlhf_requests_refused_total", "Requests answered with an error", "status")
         self.count_failure = lambda status: refused.add({str(status): 1})

@@ -303,8 +303,7 @@ def test_install_script_installs_what_each_image_needs(tmp_path):
         code = f"{imports}; import importlib.util as u; print([n for n in {sorted(absent)} if u.find_spec(n)])"
         ran = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True)
         assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
-        for arguments, expected in ((["serve", "--help"], 0), (["bench", "--help"], 2)):  # it is in no image
-            script = [str(python.with_name("rlhf-triton")), *arguments]
-            ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
-            assert ran.returncode == expected, ran.stderr
+        script = [str(python.with_name("rlhf-triton")), "serve", "--help"]
+        ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
     kept.rmdir()

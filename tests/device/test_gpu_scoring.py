@@ -151,7 +151,7 @@ def test_a_version_is_staged_on_a_stream_of_low_priority(tmp_path, checkpoints, 
         served = model.served.versions.version.model
         folder = run.config.reward.model if name == "reward_model" else run.store.folder(0)
         with Trace(places=False) as trace:
-            staged = model.served.compute.load("load_critic", folder, served)
+            staged = model.served.compute.load(folder, served)
     assert staged is not served
     ((number, stream),) = trace.streams
     assert (number, priorities[stream]) == (3, gpu.LOW)

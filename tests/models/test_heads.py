@@ -21,7 +21,7 @@ from rlhf_triton.models.collation import collate
 from rlhf_triton.models.mapped_tensors import check_finite
 from rlhf_triton.models.modeling import quiet_transformers, save_critic
 from rlhf_triton.models.token_head import TokenHead
-from rlhf_triton.python_backend.serving.ranks.loaders import load_model
+from rlhf_triton.python_backend.serving.loaders import load_model
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
 

@@ -17,7 +17,7 @@ from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.models import token_head
 from rlhf_triton.models.modeling import CriticModel, save_critic
 from rlhf_triton.models.tensor_parallel import RankGroup
-from rlhf_triton.python_backend.serving.ranks.loaders import load_model
+from rlhf_triton.python_backend.serving.loaders import load_model
 from rlhf_triton.python_backend.serving.ranks.process import Rank
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -123,11 +123,11 @@ def script_of(arguments):
     if arguments[0] != "-m":
         return None if arguments[0] in RECIPE_FILES else arguments[0]
     module, *rest = arguments[1:]
+    if module == "benchmarks":
+        return "benchmarks/__main__.py" if rest[0] == "--help" else f"benchmarks/{rest[0]}.py"
     if module != "rlhf_triton.tools":
         return MODULES[module]
     name = rest[0] if rest else "--help"
-    if name == "bench" and rest[1:] and not rest[1].startswith("-"):
-        return f"benchmarks/{rest[1]}.py"
     return "tools/__main__.py" if name == "--help" else f"{module_of(name).replace('.', '/')}.py"
 
 
@@ -138,7 +138,7 @@ def options_in(file):
     if "command_line" in source:
         source += (ROOT / "rlhf_triton/config/command_line.py").read_text()
     if file.parent.name == "benchmarks":
-        source += (ROOT / "benchmarks/command.py").read_text()
+        source += (ROOT / "benchmarks/__main__.py").read_text()
     arguments = [arg for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) for arg in node.args]
     constants = [arg.value for arg in arguments if isinstance(arg, ast.Constant)]
     return {value for value in constants if isinstance(value, str) and value.startswith("--")}

@@ -50,7 +50,7 @@ def test_resources_left_open_by_a_failed_test_fail_no_other(tmp_path):
         ["tools/config_reference.py", "--check"],
         ["tools/render_configs.py", "--check"],
         ["deploy/monitoring/generate.py"],
-        ["-m", "rlhf_triton.tools", "bench", "--help"],
+        ["-m", "benchmarks", "--help"],
         ["-m", "examples.demo", "--help"],
     ],
 )

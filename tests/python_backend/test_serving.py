@@ -29,8 +29,9 @@ from served_model import served_model
 from triton_python_backend_utils import Request
 from versions import flip
 
-from rlhf_triton.python_backend.serving import scheduling
-from rlhf_triton.python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RoundRobin, RowPool
+from rlhf_triton.python_backend.serving import round_robin
+from rlhf_triton.python_backend.serving.round_robin import RoundRobin
+from rlhf_triton.python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RowPool
 from rlhf_triton.store.journal_entry import Result
 from rlhf_triton.store.weights import WeightsError
 from rlhf_triton.tools.render_configs import render_configs
@@ -265,7 +266,7 @@ def test_row_pool_returns_each_row_once_within_the_token_budget(requests, budget
 
 
 def test_round_robin_finishes_short_jobs_first_and_all_at_close(monkeypatch):
-    monkeypatch.setattr(scheduling, "SLICE_S", 0.0)  # a step is a slice
+    monkeypatch.setattr(round_robin, "SLICE_S", 0.0)  # a step is a slice
     log = []
     begin = threading.Event()
 

@@ -10,7 +10,7 @@ from tritonclient.http import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
 
 from rlhf_triton.python_backend.serving import pulse
-from rlhf_triton.python_backend.serving.pulse import HANDED_OVER_S, SLOWEST_WAKE_S, TICK_S, WAKE_S, Pulse
+from rlhf_triton.python_backend.serving.pulse import HANDED_OVER_S, MAX_WAKE_S, TICK_S, WAKE_S, Pulse
 
 ECHO = """
 import time
@@ -106,7 +106,7 @@ class Watched(Pulse):
 def test_process_with_busy_threads_does_not_count_as_stopped(monkeypatch, every):
     watched = Watched(monkeypatch)
     with watched.handing_over():
-        watched.run(30.0, every, SLOWEST_WAKE_S)
+        watched.run(30.0, every, MAX_WAKE_S)
     assert not watched.ended
 
 

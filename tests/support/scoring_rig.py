@@ -1,10 +1,11 @@
 """Runs `rlhf_triton.python_backend.serving.scoring` outside a server, with the tests' stand-in for Triton's module."""
 
 import importlib
-import json
 import sys
 
 import pytest
+
+from rlhf_triton.python_backend.serving.parameters import Parameters
 
 
 @pytest.fixture
@@ -49,13 +50,12 @@ def started(model, *, token_budget, queue_timeout_s=0):
         "token_budget": token_budget,
         "queue_timeout_s": queue_timeout_s,
     }
-    config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
     triton = importlib.import_module("rlhf_triton.python_backend.serving.triton")
     scoring = importlib.import_module("rlhf_triton.python_backend.serving.scoring")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring.Engine, "_overhead_tokens", lambda *_: 64)
         engine = scoring.Engine(
-            Compute(triton.Parameters({"model_config": json.dumps(config)})),
+            Compute(Parameters("m", {key: str(value) for key, value in values.items()})),
             read=model.read,
             versions=model,
             forward=model.forward,

@@ -6,9 +6,9 @@ import time
 
 # Rendering has its own tests, and needs checkpoints.
 SERVE = """
-import sys, rlhf_triton.tools.preflight, rlhf_triton.tools.render_configs, rlhf_triton.tools.serve
+import sys, rlhf_triton.tools.checks.preflight, rlhf_triton.tools.render_configs, rlhf_triton.tools.serve
 rlhf_triton.tools.render_configs.render_repository = lambda config, out: []
-rlhf_triton.tools.preflight.check = lambda config, command: []
+rlhf_triton.tools.checks.preflight.check = lambda config, command: []
 sys.exit(rlhf_triton.tools.serve.main(sys.argv[1:]))
 """
 

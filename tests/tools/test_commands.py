@@ -46,7 +46,6 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "weights": ["list", *CONFIG],
     "gateway": CONFIG,
     "status": CONFIG,
-    "bench": ["trl", "--environment", "{folder}", "--out", "{folder}/bench"],
     "report": ["{folder}/none"],
     "export": ["{folder}"],
     "replay": ["{folder}", "--step", "1"],

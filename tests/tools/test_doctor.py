@@ -23,7 +23,8 @@ from tiny_checkpoints import change_tensors
 
 from rlhf_triton.config import ServerSection
 from rlhf_triton.tools import doctor
-from rlhf_triton.tools.checks import Level
+from rlhf_triton.tools.checks import machine
+from rlhf_triton.tools.checks.findings import Level
 from rlhf_triton.tools.server.container import BODY_LIMIT
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.triton_home import (
@@ -101,10 +102,10 @@ def test_doctor_reports_package_versions_and_open_file_limit_with_remedies(tmp_p
 def test_doctor_reports_packages_that_are_not_installed():
     """`-S`: a Python without the packages of its environment."""
     required = [name for name in importlib.metadata.requires("rlhf-on-triton") or [] if ";" not in name]
-    assert {re.split(r"[<>=\[]", name)[0] for name in required} <= {name.lower() for name in doctor.PACKAGES}
+    assert {re.split(r"[<>=\[]", name)[0] for name in required} <= {name.lower() for name in machine.PACKAGES}
     code, found = run_doctor(python=["-S"])
     assert code == 1
-    for name in doctor.PACKAGES:
+    for name in machine.PACKAGES:
         assert f"FAILED   {name:<16} not installed: pip install '{name}==" in found
     assert "FAILED   tritonserver     no tritonserver found" in found
     assert "or set server.tritonserver to the path of one" in found
@@ -113,21 +114,21 @@ def test_doctor_reports_packages_that_are_not_installed():
 
 def test_doctor_reports_full_disks_small_shared_memory_and_clock_skew(tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk") as disk:
-        monkeypatch.setattr(doctor, "SHARED_MEMORY", disk.folder)
-        (memory,) = doctor.shared_memory()
+        monkeypatch.setattr(machine, "SHARED_MEMORY", disk.folder)
+        (memory,) = machine.shared_memory()
         assert memory.level is Level.FAILED
         assert "docker run --shm-size=1g" in memory.text
         disk.fill()
-        space, write = doctor.disk(disk.folder / "run", 0)
+        space, write = machine.disk(disk.folder / "run", 0)
         assert (space.level, write.level) == (Level.FAILED, Level.FAILED)
         assert "0.0 GiB free" in space.text
         assert "No space left on device; set run.dir" in write.text
         disk.empty()
         disk.read_only(True)
-        assert "Read-only file system" in list(doctor.disk(disk.folder, 0))[1].text
-    now = doctor.time.time()
-    monkeypatch.setattr(doctor.time, "time", lambda: now + 60)
-    _, clock = doctor.disk(tmp_path, 0)
+        assert "Read-only file system" in list(machine.disk(disk.folder, 0))[1].text
+    now = machine.time.time()
+    monkeypatch.setattr(machine.time, "time", lambda: now + 60)
+    _, clock = machine.disk(tmp_path, 0)
     assert "+60 s against the clock of" in clock.text
     assert clock.level is Level.WARNING  # live instances are recognised without a clock
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from rlhf_triton.models.modeling import load_critic, load_reward
 from rlhf_triton.tools import doctor
-from rlhf_triton.tools.checks import Level
+from rlhf_triton.tools.checks.findings import Level
 from rlhf_triton.tools.example_model import main
 from rlhf_triton.tools.server.ports import PORT_KEYS
 

@@ -11,10 +11,11 @@ from rlhf_triton.actor.data.prompt_files import read_rows
 from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config import ConfigError, load_config
-from rlhf_triton.tools import preflight
-from rlhf_triton.tools.checks import Level
-from rlhf_triton.tools.input_checks import prompt_warnings, token_findings
-from rlhf_triton.tools.prompt_checks import check_prompts
+from rlhf_triton.tools.checks import preflight
+from rlhf_triton.tools.checks.findings import Level
+from rlhf_triton.tools.checks.prompt_form import prompt_warnings
+from rlhf_triton.tools.checks.prompt_rows import check_prompts
+from rlhf_triton.tools.checks.special_tokens import token_findings
 
 
 def prompt_findings(config):

@@ -22,7 +22,7 @@ from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.tools import render_configs as render
-from rlhf_triton.tools.server.tritonserver import compile_ahead, load_order
+from rlhf_triton.tools.server.model_loading import compile_ahead, load_order
 from rlhf_triton.wire.contract import REFERENCE
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}

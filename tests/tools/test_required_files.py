@@ -31,9 +31,10 @@ from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
 from rlhf_triton.config.required_files import check_critic, check_files
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.weights import Origin, WeightsStore
-from rlhf_triton.tools import preflight, render_configs
-from rlhf_triton.tools.checks import Level
-from rlhf_triton.tools.prompt_checks import check_prompts
+from rlhf_triton.tools import render_configs
+from rlhf_triton.tools.checks import preflight
+from rlhf_triton.tools.checks.findings import Level
+from rlhf_triton.tools.checks.prompt_rows import check_prompts
 from rlhf_triton.trainer.publish import copy_checkpoint
 
 ALGORITHMS = ("ppo", "rloo")  # with a critic, and without one

@@ -27,7 +27,7 @@ from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.run_lock import only_server
-from rlhf_triton.tools.prompt_checks import check_prompts
+from rlhf_triton.tools.checks.prompt_rows import check_prompts
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.ports import free_port
@@ -141,39 +141,6 @@ def test_serve_drains_requests_in_flight_and_refuses_new_ones(run_dir):
     assert (process.returncode, err) == (0, "")
     assert re.search(r"drained for [\d.]+ s: all requests are answered", out)
     assert out.endswith("stopped\n")
-
-
-KEEPS = """
-class TritonPythonModel:
-    kept = []
-
-    def execute(self, requests):
-        self.kept += [request.get_response_sender() for request in requests]
-        open({begun!r}, "w")
-"""
-
-
-@pytest.mark.slow
-def test_serve_drain_skips_requests_of_a_dead_model_process(run_dir):
-    """Triton never answers what a model's process had taken over, and never stops reporting the model as unloading."""
-    write_scoring_model(run_dir / "model_repository", "blocking")
-    (model,) = (run_dir / "model_repository" / "blocking").glob("*/model.py")
-    model.write_text(KEEPS.format(begun=str(run_dir / "begun")))
-    process = serve(run_dir)
-    wait_for(run_dir / "server.json", process)
-    with ThreadPoolExecutor(1) as pool:
-        request = pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})
-        wait_for(run_dir / "begun", process)
-        process.send_signal(signal.SIGTERM)
-        while status(run_dir, "blocking/ready") == 200:
-            time.sleep(0.02)
-        assert not request.done()
-        (stub,) = [stub for stub in server_processes(process.pid) if str(model) in " ".join(stub.cmdline())]
-        stub.kill()
-        out, err = process.communicate()
-        assert isinstance(request.exception(), OSError)
-    assert (process.returncode, err) == (0, "")
-    assert "not all requests are answered" in out
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from rlhf_triton.wire.texts import printable
 
 logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499  # nginx's status of a request whose client did not wait for the reply
-LONGEST_CAUSE = 300  # in characters
+MAX_CAUSE_CHARACTERS = 300  # in characters
 _KINDS: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
@@ -81,4 +81,4 @@ class RequestLog:
             line = f"{scope['method']} {path} {status}{rows} {1000 * seconds:.0f} ms"
             cause = f": {causes[0]}" if causes else ""
             level = logging.WARNING if cause or status >= 400 else logging.INFO
-            logger.log(level, "%s", printable(line + cause, LONGEST_CAUSE))
+            logger.log(level, "%s", printable(line + cause, MAX_CAUSE_CHARACTERS))

@@ -21,8 +21,8 @@ from rlhf_triton.tools.report.sample_pairs import Gain, Pair, read_pairs, reward
 from rlhf_triton.tools.report.user_sections import ReportSection, user_sections
 
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
-MOST_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes
-MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
+MAX_DRAWN = 2000  # plotted steps: more look the same, but make a page of many megabytes
+MAX_TEXTS = 8  # shown from the beginning of a run, and as many from its end
 REWARD_PREFIX = "train_rollouts/reward_"  # prefix of the metric with the mean of one of several rewards
 # Timer -> label
 PHASES = {
@@ -233,7 +233,7 @@ def loading_line(run_dir: Path) -> str | None:
     return f"AutoModelForCausalLM.from_pretrained({str(folder)!r})" if folder.is_dir() else None
 
 
-def read_steps(path: Path, most: float = MOST_DRAWN) -> list[dict[str, Any]]:
+def read_steps(path: Path, most: float = MAX_DRAWN) -> list[dict[str, Any]]:
     """Return the rows of a file by ascending step, at most `most`; the last one of a step that a resume repeated."""
     rows: list[dict[str, Any]] = []
     every = 1
@@ -249,9 +249,9 @@ def read_steps(path: Path, most: float = MOST_DRAWN) -> list[dict[str, Any]]:
 
 
 def _read_texts(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; [] if the file is missing."""
+    """Return the first and the last MAX_TEXTS lines of rollouts.jsonl; [] if the file is missing."""
     rows = each_line(run_dir / "rollouts.jsonl")
-    return [*islice(rows, MOST_TEXTS), *deque(rows, MOST_TEXTS)]
+    return [*islice(rows, MAX_TEXTS), *deque(rows, MAX_TEXTS)]
 
 
 def formatted(value: float, spec: str) -> str:

@@ -18,7 +18,7 @@ from rlhf_triton.store.durable import replace_file
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.conversations import ReportConversation
 from rlhf_triton.tools.report.curves import KL, REWARD, as_svg, pictures
-from rlhf_triton.tools.report.data import MOST_TEXTS, SUMMARY_KEYS, RunRecord, formatted, load_run, series
+from rlhf_triton.tools.report.data import MAX_TEXTS, SUMMARY_KEYS, RunRecord, formatted, load_run, series
 from rlhf_triton.tools.report.sample_pairs import Gain, Pair, Scored, rewarded
 from rlhf_triton.tools.report.samples import shown_steps
 
@@ -84,7 +84,7 @@ def _values(run: RunRecord, out: Path) -> dict[str, Any]:
         "panels": [(caption, as_svg(draw, run)) for caption, draw in pictures(run)],
         "groups": pick_texts(rewarded(run.pairs)) | _failed(run.pairs),
         "replaced": {section.title for section in run.sections},
-        "most_texts": MOST_TEXTS,
+        "most_texts": MAX_TEXTS,
         "sampled": sampled,
         "samples_problem": samples_problem.replace(str(run.folder), folder),
         "sentences": SUMMARY_KEYS | added,

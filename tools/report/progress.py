@@ -12,8 +12,8 @@ from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.store.run_lock import write_phase
 from rlhf_triton.tools.report.data import REWARD_PREFIX, components, formatted, number
 
-MOST_LINES = 100  # for a run's steps; more are left out
-LONGEST_PAUSE_S = 60.0  # between lines for steps, whatever `MOST_LINES` leaves out
+MAX_LINES = 100  # for a run's steps; more are left out
+MAX_PAUSE_S = 60.0  # between lines for steps, whatever `MAX_LINES` leaves out
 ETA_STEPS = 20  # steps whose intervals the estimate uses
 
 
@@ -26,7 +26,7 @@ class RunProgress:
         self._critic_metrics = NewLines(run_dir / "critic_metrics.jsonl")
         self._validations = NewLines(run_dir / "validations.jsonl")
         self._total = total_steps
-        self._every = max(1, round(total_steps / MOST_LINES))
+        self._every = max(1, round(total_steps / MAX_LINES))
         self._recent = deque[dict[str, Any]](maxlen=ETA_STEPS + 1)  # the last steps
         self._reload: dict[str, Any] = {}  # the critic's last update that was published
         self._resumed_at = 0
@@ -56,7 +56,7 @@ class RunProgress:
         """Print a line for each step and validation recorded since the last call."""
         for row in self._new_steps():
             step = row["step"]
-            is_late = time.monotonic() - self._printed_at > LONGEST_PAUSE_S
+            is_late = time.monotonic() - self._printed_at > MAX_PAUSE_S
             if step % self._every == 0 or step in (1, self._total) or is_late:
                 self._printed_at = time.monotonic()
                 self.log(self._step_line(row))

@@ -16,10 +16,10 @@ from rlhf_triton.rewards.function import MESSAGES_KEY
 from rlhf_triton.tools.report.data import RunRecord
 
 # Bounds of the page.
-MOST_STEPS = 3
-MOST_SAMPLES = 4  # per step
-MOST_TOKENS = 128  # per sample
-MOST_CHARACTERS = 500  # per prompt
+MAX_STEPS = 3
+MAX_SAMPLES = 4  # per step
+MAX_TOKENS = 128  # per sample
+MAX_CHARACTERS = 500  # per prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def shown_steps(run: RunRecord) -> tuple[list[ShownStep], str]:
     """Return the newest steps in the run's journal, and what of it cannot be read."""
     last = run.steps[-1]["step"] if run.steps else 0
     try:
-        recorded = find_steps(samples_of(run.folder), max(1, last - MOST_STEPS + 1), last)
+        recorded = find_steps(samples_of(run.folder), max(1, last - MAX_STEPS + 1), last)
         tokenizer = _tokenizer_of(run) if recorded.steps else None
         problem = reason_of(recorded.damage[0]) if recorded.damage else ""
         return [_shown_step(recorded, step, tokenizer) for step in sorted(recorded.steps)], problem
@@ -92,7 +92,7 @@ def _shown_step(recorded: RecordedSteps, step: int, tokenizer: Any) -> ShownStep
         computed = [None if ahead and row.policy_logprobs is row.logprobs else row.policy_logprobs for row in rows]
         old = [None if logprobs is None else logprobs[1:] for logprobs in computed]
     samples = [
-        _shown_sample(row, advantages[i], old[i], tokenizer=tokenizer) for i, row in enumerate(rows[:MOST_SAMPLES])
+        _shown_sample(row, advantages[i], old[i], tokenizer=tokenizer) for i, row in enumerate(rows[:MAX_SAMPLES])
     ]
     return ShownStep(step=step, samples=samples, num_samples=len(rows))
 
@@ -109,7 +109,7 @@ def _shown_sample(row: Any, advantages: np.ndarray, old: np.ndarray | None, *, t
     messages = row.prompt.metadata.get(MESSAGES_KEY)
     prompt = str(messages[-1]["content"]) if messages else row.prompt.text
     tokens = list[ShownToken]()
-    for t in range(first, min(size, first + MOST_TOKENS)):
+    for t in range(first, min(size, first + MAX_TOKENS)):
         text = f"{row.tokens[t]} " if tokenizer is None else tokenizer.decode([int(row.tokens[t])])
         if not row.sampled[t]:
             tokens.append(ShownToken(text=text))
@@ -129,9 +129,9 @@ def _shown_sample(row: Any, advantages: np.ndarray, old: np.ndarray | None, *, t
             )
         )
     return ShownSample(
-        prompt=prompt if len(prompt) <= MOST_CHARACTERS else f"… {prompt[-MOST_CHARACTERS:]}",
+        prompt=prompt if len(prompt) <= MAX_CHARACTERS else f"… {prompt[-MAX_CHARACTERS:]}",
         reward=None if row.score.failure else row.score.reward,
         failure=row.score.failure,
         tokens=tokens,
-        num_left_out=max(0, size - first - MOST_TOKENS),
+        num_left_out=max(0, size - first - MAX_TOKENS),
     )

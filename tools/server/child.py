@@ -37,7 +37,7 @@ LIBRARY_ENV = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
 }
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 _TEXT_LINE = re.compile(r"[\d:]{8} ([A-Z]+) (.*)")
 _RELAYED = ("WARNING", "ERROR", "CRITICAL")
 _RELAYED_STARTS = ("resuming ", "ended: ")
@@ -64,7 +64,7 @@ def start_bound(
 
 def restart_pause_s(short_lives: int) -> float:
     """Return the pause before the next start of a process: 0 s after at most one short life, then 1, 2, 4 … 60 s."""
-    return min(LONGEST_PAUSE_S, 2.0 ** (short_lives - 2)) if short_lives > 1 else 0.0
+    return min(MAX_PAUSE_S, 2.0 ** (short_lives - 2)) if short_lives > 1 else 0.0
 
 
 class Child:

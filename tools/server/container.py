@@ -19,7 +19,7 @@ REPOSITORY = Path("model_repository")
 RUNS = Path("runs")
 EXIT_TIMEOUT_S = 2  # for clients to close idle connections; `docker stop` kills after 10 s, draining included
 BODY_LIMIT = "--http-max-input-size"  # from 25.06 on; the server's own limit is 64 MB, and training payloads are larger
-LARGEST_BODY_BYTES = 256 << 20
+MAX_BODY_BYTES = 256 << 20
 SERVER_ARGUMENTS = (
     "--model-control-mode=explicit",
     "--load-model=*",  # all models, before the ports open: no client reaches a server without its models
@@ -71,7 +71,7 @@ def tritonserver_command(repository: Path, *, key: str, address: str, control_ad
     """Return the command line. Model control requires `key` and works over gRPC, which listens on `control_address`."""
     ports = {"http": (address, 8000), "grpc": (control_address, 8001), "metrics": (address, 8002)}
     arguments = server_arguments(repository, key, EXIT_TIMEOUT_S, ports)
-    return ["tritonserver", *arguments, f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"]
+    return ["tritonserver", *arguments, f"{BODY_LIMIT}={MAX_BODY_BYTES}"]
 
 
 def server_arguments(

@@ -1,17 +1,14 @@
-"""One tritonserver process: its command line, its start, a probe of every model, and a stop without leftovers."""
+"""One tritonserver process: its command line, its start, and a stop without leftovers."""
 
 from __future__ import annotations
 
-import compileall
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from pathlib import Path
 
@@ -19,137 +16,26 @@ import psutil
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.errors import UNREADABLE
-from rlhf_triton.config import RunConfig, ServerSection
-from rlhf_triton.path_alias import plain_alias, special_prefix
-from rlhf_triton.store.control_key import KEY_FILE, VARIABLE, key_in
+from rlhf_triton.config import ServerSection
+from rlhf_triton.path_alias import plain_alias
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.server.child import Child, WaitCheck
-from rlhf_triton.tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, server_arguments
+from rlhf_triton.tools.server.container import BODY_LIMIT, MAX_BODY_BYTES, server_arguments
 from rlhf_triton.tools.server.drain import DRAIN_S, drain
+from rlhf_triton.tools.server.model_loading import compile_ahead, load_and_probe, too_slow
 from rlhf_triton.tools.server.ports import PORT_KEYS, bind_address, check_ports, is_open, release_ports, with_free_ports
 from rlhf_triton.tools.server.server_log import Log, poll_failure, relay_lines, stub_failure
 from rlhf_triton.tools.server.shared_memory import Regions, remove_abandoned
 from rlhf_triton.tools.server.triton_home import (
-    PYTHON_DIR,
-    SETTINGS,
     ServerStartError,
     TritonHome,
     accepts,
-    find_tritonserver,
-    lay_out_backends,
     server_environment,
 )
-from rlhf_triton.wire.contract import (
-    CRITIC,
-    CRITIC_INFER,
-    CRITIC_SAVE,
-    CRITIC_TRAIN,
-    REFERENCE,
-    REWARD_CHECKPOINT,
-    REWARD_FUNCTION_PREFIX,
-    REWARD_MIXTURE,
-    REWARD_MODEL,
-)
-
-# Makes sure that a newly started tritonserver works: every model is loaded and answers a request.
-
 
 POLL_INTERVAL_S = 0.1
-
-
-def load_and_probe(
-    control: ControlPlane,
-    repository: Path,
-    section: ServerSection,
-    *,
-    check: WaitCheck,
-    log: Log,
-) -> None:
-    """Load the models that are not ready, and return once every model of the repository has answered a request.
-
-    The server has already tried to load every model. A model that failed to load is loaded again, because only the
-    response to a load call contains the reason.
-
-    Args:
-        section: `start_timeout_s` limits the whole call.
-        check: called repeatedly during a load or a request; raises an exception to abort.
-        log: receives a line for each model.
-
-    Raises:
-        ServerStartError: the repository is empty, or the timeout has expired.
-        ControlPlaneError: a model did not load, or did not answer.
-    """
-    models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
-    if not models:
-        raise ServerStartError(f"{repository} contains no model; render it with tools/render_configs.py")
-    deadline = time.monotonic() + section.start_timeout_s
-
-    def time_left() -> float:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise ServerStartError(too_slow(section))
-        return left_s
-
-    def load(model: str) -> str:
-        start = time.monotonic()
-        control.load(model, timeout_s=time_left())
-        return f"{model} loaded in {time.monotonic() - start:.1f} s"
-
-    def answer(model: str) -> str:
-        control.probe(model, time_left())
-        return f"{model} answers"
-
-    missing = {model for model in models if not control.is_ready(model)}
-    for group in load_order(missing):
-        _load_in_parallel(load, group, check, log)
-    for model in sorted(models):
-        _load_in_parallel(answer, {model}, check, log)
-
-
-def too_slow(section: ServerSection) -> str:
-    """Return the error message for models that are not ready in time."""
-    return (
-        f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
-        "what they are waiting for; if they only need more time, raise server.start_timeout_s"
-    )
-
-
-def load_order(models: set[str]) -> list[set[str]]:
-    """Return groups of models, in load order; a group can load in parallel, and ensembles come after their models."""
-    components = (REWARD_CHECKPOINT, REWARD_MIXTURE)
-    parts = {model for model in models if model.startswith(REWARD_FUNCTION_PREFIX) or model in components}
-    first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
-    order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
-    others = models.difference(*order)
-    return [models & group for group in [*order, others] if models & group]
-
-
-def compile_ahead(repository: Path) -> None:
-    """Write each model's bytecode before Triton first looks at its folder.
-
-    Stubs run in isolated mode and ignore PYTHONDONTWRITEBYTECODE. To Triton, a `__pycache__` that appears during the
-    first load is a change of the model: loading an ensemble would then load its models once more.
-    """
-    for model in repository.glob("*/[1-9]*/model.py"):
-        compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
-
-
-def _load_in_parallel(work: Callable[[str], str], models: set[str], check: WaitCheck, log: Log) -> None:
-    executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
-    try:
-        waiting = {executor.submit(work, model) for model in models}
-        while waiting:
-            done, waiting = wait(waiting, POLL_INTERVAL_S, FIRST_COMPLETED)
-            for future in done:
-                log(future.result())
-            check()
-    finally:
-        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
-
-
 KILL_AFTER_S = 10.0
 EXIT_TIMEOUT_S = 1  # which tritonserver waits for open connections; `rlhf-triton serve` has drained them before
-PLAIN_EXIT_TIMEOUT_S = 10  # without a supervisor; models need seconds to unload, else it ends with code 1
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 # Of this many requests without a trace context Triton traces one; requests with a context are always traced.
 UNTRACED = 1_000_000_000
@@ -385,7 +271,7 @@ def server_command(
         str(home.binary),
         f"--backend-directory={backends}",
         *server_arguments(repository, key, exit_timeout_s, ports),
-        *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
+        *([f"{BODY_LIMIT}={MAX_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
         *(tracing_arguments(trace_endpoint) if trace_endpoint else ()),
     ]
 
@@ -417,49 +303,3 @@ def tracing_arguments(endpoint: str) -> list[str]:
         "opentelemetry,resource=service.name=tritonserver",
     )
     return [f"--trace-config={setting}" for setting in settings]
-
-
-# Prints how to start a plain tritonserver on a rendered repository: lines for any POSIX shell, in any folder.
-
-
-_KEY = "@@key"  # needs no quotes; becomes `"$key"`
-
-
-def shell_command(config: RunConfig, repository: Path) -> str:
-    """Return lines that serve `repository`, whose backend folder and control key are made now.
-
-    They contain no secret: the shell reads the control key.
-
-    Raises:
-        ServerStartError: there is no tritonserver for this Python, `server.host` has no address, or a path is one that
-            the Python backend does not take.
-    """
-    home = find_tritonserver(config.server.tritonserver)
-    backends = lay_out_backends(home, config.server_dir / "backends")
-    key_file = (config.run.weights_dir.parent / KEY_FILE).absolute()
-    key_in(key_file)
-    compile_ahead(repository)
-    places = (PYTHON_DIR, repository.absolute(), backends)
-    if odd := next(filter(None, map(special_prefix, places)), None):
-        raise ServerStartError(f"{odd}: Triton's python backend needs a path of letters, digits and _.-; move it")
-    section = with_free_ports(config.server)
-    endpoint = config.run.trace_endpoint
-    command = server_command(home, repository.absolute(), backends, section, _KEY, endpoint, PLAIN_EXIT_TIMEOUT_S)
-    return "\n".join(
-        [
-            "sh -e <<'END'",
-            f"cd {_quoted(Path.cwd())}",
-            "umask 077",
-            f'export PATH={_quoted(PYTHON_DIR)}:"$PATH"',
-            f"export LD_LIBRARY_PATH={':'.join(map(_quoted, home.library_path))}"
-            + '"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"',
-            f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",
-            f'key="${{{VARIABLE}:-$(cat {_quoted(key_file)})}}"',
-            "exec " + " \\\n  ".join(map(_quoted, command)).replace(f"={_KEY}", '="$key"'),
-            "END",
-        ]
-    )
-
-
-def _quoted(text: Path | str) -> str:
-    return shlex.quote(str(text))

@@ -28,7 +28,7 @@ from rlhf_triton.models.out_of_memory import on_rank
 from rlhf_triton.models.placement import device_of
 from rlhf_triton.models.tensor_parallel import RankGroup, check_device, release
 from rlhf_triton.process import RUN_MODULE, how_ended
-from rlhf_triton.python_backend.serving.ranks.loaders import Model
+from rlhf_triton.python_backend.serving.loaders import Model
 from rlhf_triton.python_backend.serving.ranks.process import load_part
 from rlhf_triton.workers.pool import interpreter
 

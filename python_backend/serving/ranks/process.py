@@ -24,7 +24,7 @@ from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.models.out_of_memory import RankOutOfMemory, on_rank
 from rlhf_triton.models.tensor_parallel import RankGroup, release
 from rlhf_triton.process import die_with_parent, keep_freed_memory
-from rlhf_triton.python_backend.serving.ranks.loaders import Model, load_model
+from rlhf_triton.python_backend.serving.loaders import Model, load_model
 
 logger = logging.getLogger(__name__)
 

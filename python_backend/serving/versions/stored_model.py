@@ -1,6 +1,5 @@
 """The versions of a served model: from a weights store, or a single fixed one."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
 from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, log, log_error
 from rlhf_triton.python_backend.serving.versions.follower import Follower, Version
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.wire.contract import STORE, TokenRow, VersionRange
+from rlhf_triton.wire.contract import CRITIC, STORE, TokenRow, VersionRange
 
 COUNTERS = {
     "rlhf_weights_taken_up_total": "Versions of a model's weights that an instance loaded",
@@ -35,15 +34,11 @@ class OneVersion:
         return False
 
 
-def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], Any]) -> Follower:
+def follow_store(process: TorchProcess) -> Follower:
     """Load the version that CURRENT names, then follow the store.
 
     A `Follower` loads new versions in a background thread. A new version scores every request whose first forward pass
     has not started.
-
-    Args:
-        name: the model's name in the configuration, `critic` or `reward`.
-        load: loads the model in a version's folder, given the model served now (None for the first).
     """
     parameters = process.parameters
     served = Gauge(parameters.model, "rlhf_weights_version", "Version of a model's weights that is served")
@@ -52,7 +47,7 @@ def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], A
 
     def load_checked(folder: Path, before: Any) -> Any:
         with process.loading_version(), staging(process.device):
-            model = load(folder, before)
+            model = process.load(folder, before)
             canary = store.manifest(int(folder.name)).canary
             if canary is not None:  # several ranks wrote the version, and none has loaded all of it
                 row = canary_row(model)
@@ -71,7 +66,7 @@ def follow_store(process: TorchProcess, name: str, load: Callable[[Path, Any], A
         process.args["model_instance_name"],
         load=load_checked,
         swaps=parameters.text("reload") == "swap",
-        name=name,
+        name="critic" if parameters.model == CRITIC else "reward",
         log_error=log_error,
         count=count,
         freed=torch.cuda.empty_cache if process.device.type == "cuda" else lambda: None,

@@ -1,11 +1,10 @@
-"""Warns about prompts, chat templates and special tokens that do not fit the models of a run."""
+"""Warns about the form of prompts: rendered chats, answers in prompts, columns and headers that no model reads."""
 
 import difflib
 import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -14,21 +13,16 @@ from jinja2 import meta
 from rlhf_triton.actor.data.prompt_files import EMPTY
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.tokenization import (
-    SpecialTokens,
     encode_prompt,
-    ids_without_entry,
     is_encoder,
     is_special,
     load_tokenizer,
-    num_embeddings,
-    reply_end,
-    same_tokenizer,
     special_tokens_in,
 )
 from rlhf_triton.config import RunConfig
-from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.rewards.function import MESSAGES_KEY
-from rlhf_triton.tools.checks import Finding, warning
+from rlhf_triton.tools.checks.findings import Finding, warning
+from rlhf_triton.tools.checks.special_tokens import QUESTION, rendered_exchange
 from rlhf_triton.wire.chats import (
     PROBE,
     TEMPLATE_COLUMNS,
@@ -38,9 +32,7 @@ from rlhf_triton.wire.chats import (
     template_options,
 )
 
-VLLM_BANS = 1024  # entries of `logit_bias`
-QUESTION = {"role": "user", "content": PROBE}
-SHORTEST_MARK = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
+MIN_MARK_CHARACTERS = 3  # characters of the shortest mark of a turn: white space and single signs are in any text
 ANSWER = re.compile(
     r"(\w+_)?(answer|output|response|completion|reply|solution|label|summary|chosen|gold|ground_truth)s?(_text)?",
     re.IGNORECASE,
@@ -62,43 +54,6 @@ PARTS_OF_PROMPTS = (
     "videos",
     "audios",
 )
-RESIZE = "resize its embeddings to the tokenizer (resize_token_embeddings)"
-
-
-def token_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a problem for each model that receives the policy's tokens but lacks an embedding for some of them."""
-    folder = config.actor.policy.model
-    tokenizer = load_tokenizer(folder)
-    size = num_embeddings(folder)
-    special = special_tokens_in(folder)
-    entries = sorted(tokenizer.get_vocab().values())
-    banned = {*special.banned_ids}
-    sampled = [i for i in entries if (size is None or i < size) and i not in banned]
-    for role, section in config.served_sections.items():
-        num_rows = num_embeddings(section.model)
-        lacking = [i for i in sampled if i >= (num_rows or i + 1)]
-        if lacking and same_tokenizer(folder, section.model):  # another tokenizer makes other ids of a text
-            yield (
-                f"{role}.model: {section.model} has {num_rows} embeddings, none for {_named(tokenizer, lacking)}, "
-                f"which the policy may sample; {RESIZE}, or start from a model of the policy's size"
-            )
-
-
-def template_problem(folder: Path) -> str | None:
-    """Return which tokens of the chat template in `folder` the model cannot embed; None if there is none."""
-    tokenizer = load_tokenizer(folder)
-    size = num_embeddings(folder)
-    ids = tokenizer(_rendered(tokenizer), add_special_tokens=False)["input_ids"]
-    lacking = [i for i in sorted({*ids}) if i >= (size or i + 1)]
-    if not lacking:
-        return None
-    named = _named(tokenizer, lacking)
-    return f"{folder} has {size} embeddings, none for {named}, which its chat template writes; {RESIZE}"
-
-
-def _rendered(tokenizer: Any) -> str:
-    """Return a question and a reply, both `PROBE`, in the chat template; "" if there is none or it refuses them."""
-    return rendered_probe(tokenizer, [QUESTION, {**QUESTION, "role": "assistant"}])
 
 
 def prompt_warnings(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
@@ -233,9 +188,9 @@ def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
         return
     tokenizer = load_tokenizer(config.actor.policy.model)
     prompt = rendered_probe(tokenizer, [QUESTION], add_generation_prompt=True)
-    behind = _rendered(tokenizer).removeprefix(prompt)
+    behind = rendered_exchange(tokenizer).removeprefix(prompt)
     header = behind.partition(PROBE)[0]
-    if prompt and header.strip() and len(behind) < len(_rendered(tokenizer)):
+    if prompt and header.strip() and len(behind) < len(rendered_exchange(tokenizer)):
         yield (
             f"actor.policy.model: its chat template ignores add_generation_prompt: prompts end before {header!r}, "
             "which the policy writes itself, and reward functions and the reward model read in the reply; write it in "
@@ -245,12 +200,12 @@ def _headers(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
 
 def _marks(tokenizer: Any) -> list[str]:
     """Return marks whose presence shows that a text is a chat in the tokenizer's template."""
-    chat = _rendered(tokenizer)
+    chat = rendered_exchange(tokenizer)
     ids = {*tokenizer(chat, add_special_tokens=False)["input_ids"]} & {*tokenizer.added_tokens_decoder}
     ids -= {tokenizer.bos_token_id, tokenizer.unk_token_id}
     between = chat.partition(PROBE)[2].partition(PROBE)[0]  # from the end of a question to its answer
     marks = [*tokenizer.convert_ids_to_tokens(sorted(ids)), between]
-    return [mark.strip() for mark in marks if len(mark.strip()) >= SHORTEST_MARK]
+    return [mark.strip() for mark in marks if len(mark.strip()) >= MIN_MARK_CHARACTERS]
 
 
 def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
@@ -264,12 +219,12 @@ def _rendered_texts(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[st
     if not config.uses_reward_model or reward.template is not None or reward.process or reward.logit:
         return
     tokenizer = load_tokenizer(reward.model)
-    end = _rendered(tokenizer).rpartition(PROBE)[2].strip()
+    end = rendered_exchange(tokenizer).rpartition(PROBE)[2].strip()
     formats = {}
     if end and not (reward.append_eos and end == tokenizer.eos_token):
         formats["reward.model"] = tokenizer, f"its reply is scored without {end!r}, which ends a turn there"
     policy = load_tokenizer(config.actor.policy.model)
-    if _rendered(policy) != _rendered(tokenizer):
+    if rendered_exchange(policy) != rendered_exchange(tokenizer):
         formats["actor.policy.model"] = policy, "reward.model does not read a chat in its own format"
     own = _marks(tokenizer)
     for key, (owner, consequence) in formats.items():
@@ -294,76 +249,11 @@ def reward_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Fi
     if not is_rendered or not any(MESSAGES_KEY in prompt.metadata for prompt in prompts):
         return
     tokenizer = load_tokenizer(reward.model)
-    before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, _rendered(tokenizer))[0])
-    if before and not is_encoder(reward.model) and not _rendered(tokenizer).startswith(before[0]):
+    before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, rendered_exchange(tokenizer))[0])
+    if before and not is_encoder(reward.model) and not rendered_exchange(tokenizer).startswith(before[0]):
         yield warning(
             "prompts",
             f"reward.model begins texts with {' '.join(before)}, but its chat template writes none, so chats are "
             "scored without, as by apply_chat_template(tokenize=True); if it was trained with it, write it in its "
             "chat_template.jinja",
         )
-
-
-def token_findings(config: RunConfig) -> Iterator[Finding]:
-    """Yield what ends a response of the policy, and where the sizes of a model's tokenizer and embeddings differ."""
-    folder = config.actor.policy.model
-    tokenizer = load_tokenizer(folder)
-    size = num_embeddings(folder)
-    special = special_tokens_in(folder)
-    yield _ends(tokenizer, special, size)
-    if tokenizer.chat_template and not _rendered(tokenizer):
-        problem = "the policy's chat template refuses a question and a reply, so how it ends a turn is unknown"
-        yield warning(
-            "ends", f"{problem}; name that token in generation_config.json (eos_token_id), if none above is it"
-        )
-    behind = _rendered(tokenizer).rpartition(PROBE)[2].strip()
-    if behind and reply_end(tokenizer) is None and not config.actor.generation.stop_strings:
-        problem = f"the chat template ends a reply with {behind!r}, which is no special token: no response ends there"
-        yield warning(
-            "ends", f"{problem}; set actor.generation.stop_strings to [{behind!r}], or add it to the tokenizer"
-        )
-    if unused := len(ids_without_entry(tokenizer, size or 0)):
-        yield Finding(
-            "embeddings",
-            f"actor.policy.model: {unused} of {size} have no entry in the tokenizer, and are never sampled",
-        )
-    if config.actor.generation.engine == "vllm" and len(special.banned_ids) > VLLM_BANS:
-        text = (
-            f"{len(special.banned_ids)} ids are never sampled, but some of vLLM's engines ban {VLLM_BANS} in a request"
-        )
-        yield warning("embeddings", f"{text}: set actor.generation.engine to slots if it refuses them")
-    served = {f"{role}.model": section.model for role, section in config.served_sections.items()}
-    for key, model in {"actor.policy.model": folder, **served}.items():
-        num_rows = num_embeddings(model)
-        if num_rows is None or not has_tokenizer(model):
-            continue
-        own = load_tokenizer(model)
-        if lacking := [i for i in sorted(own.get_vocab().values()) if i >= num_rows]:
-            text = (
-                f"{key}: {num_rows}, none for {_named(own, lacking)} of the tokenizer: no text may have them, or "
-                f"{RESIZE}"
-            )
-            yield warning("embeddings", text)
-
-
-def _ends(tokenizer: Any, special: SpecialTokens, size: int | None) -> Finding:
-    dead = [i for i in special.eos_ids if i in special.banned_ids or i >= (size or i + 1)]
-    ends = [i for i in special.eos_ids if i not in dead]
-    text = f"a response ends with {_named(tokenizer, ends)}" if ends else "no response can end before max_new_tokens"
-    if dead:
-        why = "without an entry in the tokenizer or an embedding: name others there, or in its template"
-        return warning("ends", f"{text}; generation_config.json or template name {_named(tokenizer, dead)}, {why}")
-    if special.template_end is not None:
-        end = _named(tokenizer, [special.template_end])
-        why = "because the chat template ends a reply with it, though neither tokenizer nor generation_config.json does"
-        return warning(
-            "ends", f"{text}; {end} {why}: name it there (eos_token_id), as the run's own policy folder will"
-        )
-    if special.pad_id in ends:
-        text += ", one of which is padding, too: it stays an end"
-    return Finding("ends", text)
-
-
-def _named(tokenizer: Any, ids: Sequence[int]) -> str:
-    first = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in ids[:3])
-    return first if len(ids) <= 3 else f"{first} and {len(ids) - 3} more"

@@ -1,50 +1,35 @@
 """The checks of a configuration: `rlhf-triton run` and `serve` do not start if one fails, `doctor` prints all."""
 
-import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.required_files import check_files, missing_gpus
 from rlhf_triton.config.without_effect import without_effect
+from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.run_lock import in_progress
-from rlhf_triton.tools.checks import Check, Finding, Level, failed, warning
-from rlhf_triton.tools.input_checks import reward_findings, token_findings, token_problems
-from rlhf_triton.tools.prompt_checks import check_prompts
-from rlhf_triton.tools.render_configs import render_configs
+from rlhf_triton.tools.checks.findings import Check, Finding, Level, failed, warning
+from rlhf_triton.tools.checks.prompt_form import reward_findings
+from rlhf_triton.tools.checks.prompt_rows import CheckedRun
+from rlhf_triton.tools.checks.special_tokens import token_findings, token_problems
+from rlhf_triton.tools.checks.user_code import environment, reward_functions
+from rlhf_triton.tools.render_configs import parse_pbtxt, render_configs
 from rlhf_triton.tools.server.health import is_triton
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
-from rlhf_triton.tools.trials import environment_findings, function_problems
+from rlhf_triton.wire.contract import REWARD_CHECKPOINT, REWARD_MODEL
 
 PROBE_S = 30.0
 # A trained model needs this many times its size on the disk: two versions, and a checkpoint of weights and two moments
 # twice as large.
 COPIES = 6
-MOST_LOADED_BYTES = 4e9  # of one model, which `doctor` then loads in a few seconds
-
-
-@dataclass(eq=False)
-class CheckedRun:
-    """A configuration under check."""
-
-    config: RunConfig
-    serves_only: bool = False
-    """Whether only the server starts (`serve`)."""
-
-    @functools.cached_property
-    def prompts(self) -> list[Prompt]:
-        """The prompts of the files' first rows, read once. Raises ConfigError as `check_prompts`."""
-        return check_prompts(self.config)
+MAX_LOADED_BYTES = 4e9  # of one model, which `doctor` then loads in a few seconds
 
 
 def settings(run: CheckedRun) -> Iterator[Finding]:
@@ -70,28 +55,24 @@ def files(run: CheckedRun) -> Iterator[Finding]:
 
 
 def weights(run: CheckedRun) -> Iterator[Finding]:
-    """Load each served model of at most `MOST_LOADED_BYTES` on the CPU: its tensors must fit and be finite."""
-    from rlhf_triton.models.language_model import load_language_model  # deferred: torch takes seconds to import
-    from rlhf_triton.models.mapped_tensors import check_finite
-    from rlhf_triton.models.modeling import load_critic, quiet_transformers
-    from rlhf_triton.models.token_reward import load_process_reward
-    from rlhf_triton.trainer.publish import reward_loader
+    """Load each served model of at most `MAX_LOADED_BYTES` on the CPU: its tensors must fit and be finite."""
+    from rlhf_triton.models.modeling import quiet_transformers  # deferred: torch takes seconds to import
+    from rlhf_triton.python_backend.serving.loaders import load_model, loader_of
 
     quiet_transformers()
-    reward = run.config.reward
-    of_rewards = load_process_reward if reward.process else reward_loader(reward)
-    loaders: dict[str, Callable[..., Any]] = {
-        "reward": load_language_model if reward.logit else of_rewards,
-        "critic": load_critic,
-        "reference": load_language_model,
-    }
+    texts = render_configs(run.config)
+    reward = REWARD_CHECKPOINT if run.config.rewards else REWARD_MODEL
     for role, section in run.config.served_sections.items():
         size = sum(file.stat().st_size for file in section.model.glob("*.safetensors"))
-        if size > MOST_LOADED_BYTES:
+        if size > MAX_LOADED_BYTES:
             yield Finding("weights", f"{role}.model: {size / 1e9:.1f} GB, not loaded")
             continue
+        name = reward if role == "reward" else role
+        values = parse_pbtxt(name, texts[name]).parameters
+        parameters = Parameters(name, {key: value.string_value for key, value in values.items()})
+        loader, options = loader_of(parameters)
         try:
-            check_finite(loaders[role](section.model, dtype=section.dtype).model)
+            load_model(loader, section.model, None, {**options, "dtype": section.dtype})
         except CheckpointError as error:
             yield failed("weights", f"{role}.model: {error}")
         else:
@@ -124,22 +105,6 @@ def vllm(run: CheckedRun) -> Iterator[Finding]:
     if starts_vllm(run.config):
         check_vllm(run.config)
         yield Finding("vllm", "can be started")
-
-
-def rewards(run: CheckedRun) -> Iterator[Finding]:
-    """Call each reward function on the first prompt."""
-    problems = [*function_problems(run.config, run.prompts)]
-    yield from (failed("rewards", problem) for problem in problems)
-    if run.config.functions and not problems:
-        yield Finding("rewards", f"{', '.join(run.config.functions)}: called on the first prompt")
-
-
-def environment(run: CheckedRun) -> Iterator[Finding]:
-    """Start a worker of the environment, and try the first prompt."""
-    found = [*environment_findings(run.config, run.prompts)]
-    yield from found
-    if run.config.environment is not None and not found:
-        yield Finding("environment", "starts, and takes the first prompt")
 
 
 def adapters(run: CheckedRun) -> Iterator[Finding]:
@@ -264,7 +229,7 @@ CHECKS = (
     Check("prompts", (*RUN, DRY[0]), prompts, needs="files", of_actor=True),
     Check("vllm", RUN, vllm, needs="prompts"),
     Check("tokenizers", RUN, tokenizers, needs="prompts"),
-    Check("rewards", RUN, rewards, needs="prompts"),
+    Check("rewards", RUN, reward_functions, needs="prompts"),
     Check("environment", RUN, environment, needs="prompts"),
     Check("adapters", RUN, adapters, needs="prompts"),
     Check("rendering", ("doctor",), rendering),

@@ -1,7 +1,9 @@
 """Reads the first rows of a run's prompt files as the run will, and checks that all models take them."""
 
+import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,25 @@ from rlhf_triton.config.required_files import has_chat_template
 from rlhf_triton.config.rewards import text_parameters
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY
-from rlhf_triton.tools.input_checks import template_problem
+from rlhf_triton.tools.checks.special_tokens import template_problem
 from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.wire.contract import ContractError, Limits
 
 CHECKED_ROWS = 1000  # in each prompt file
+
+
+@dataclass(eq=False)
+class CheckedRun:
+    """A configuration under check."""
+
+    config: RunConfig
+    serves_only: bool = False
+    """Whether only the server starts (`serve`)."""
+
+    @functools.cached_property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of the files' first rows, read once. Raises ConfigError as `check_prompts`."""
+        return check_prompts(self.config)
 
 
 def check_prompts(config: RunConfig) -> list[Prompt]:

@@ -42,7 +42,7 @@ def warning(name: str, text: str) -> Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A row of `CHECKS` (`tools/preflight.py`)."""
+    """A row of `CHECKS` (`tools/checks/preflight.py`)."""
 
     name: str
     when: tuple[str, ...]

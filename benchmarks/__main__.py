@@ -1,4 +1,4 @@
-"""`rlhf-triton bench <what>`: run a benchmark, write result.json and report.md, print the report."""
+"""`python -m benchmarks WHAT`: run a benchmark, write result.json and report.md, print the report."""
 
 import argparse
 import importlib
@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+from benchmarks.measuring import Record
 from rlhf_triton.config.command_line import reporting
-from rlhf_triton.tools.arguments import parse
 
 BENCHMARKS = {
     "scoring": "speed of scoring, compared with PyTriton and vLLM",
@@ -21,17 +21,19 @@ BENCHMARKS = {
 @reporting
 def main() -> int:
     """Measure and report; return 1 if the benchmark says that it failed, 2 on errors."""
-    parser = argparse.ArgumentParser(description="Run a benchmark.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run a benchmark.")
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="what")
     for name, what in BENCHMARKS.items():
         options = kinds.add_parser(name, help=what, description=what)
         options.add_argument("--out", type=Path, required=True, help="folder of result.json, report.md and pictures")
         if name in sys.argv[1:2]:  # the others need not be imported
             importlib.import_module(f"benchmarks.{name}").add_options(options)
-    settings = parse(parser)
+    settings = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    from benchmarks.measuring import Record
-
     record = Record(settings)
     print(record.report(importlib.import_module(f"benchmarks.{settings.benchmark}").measure(settings, record)))
     return int(record.has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,20 +14,23 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
 from rlhf_triton.actor.run.row_limits import TRIAL_REPLY
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import ConfigError, EnvironmentSection, RunConfig
+from rlhf_triton.config import ConfigError, EnvironmentSection
 from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, FunctionError, Sample
 from rlhf_triton.rewards.pool import FunctionCall, WorkerPool
-from rlhf_triton.tools.checks import Finding, failed, warning
-from rlhf_triton.tools.prompt_checks import check_rendering, row_texts
+from rlhf_triton.tools.checks.findings import Finding, failed, warning
+from rlhf_triton.tools.checks.prompt_rows import CheckedRun, check_rendering, row_texts
 
 
-def function_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+def reward_functions(run: CheckedRun) -> Iterator[Finding]:
     """Call each reward function on the first prompt, with a made-up response."""
+    config = run.config
     if not config.functions:
         return
+    prompts = run.prompts
     tokenizer = load_tokenizer(tokenizer_folder(config) or config.actor.policy.model)
     columns = sorted({name for prompt in prompts for name in prompt.metadata})
+    has_failed = False
     for name, term in config.functions.items():
         size = config.actor.algorithm.responses_per_prompt if term.groupwise else 1
         group = [_sample(prompts[0], tokenizer)] * size
@@ -41,8 +44,11 @@ def function_problems(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[
             columns=columns,
         )
         if error := _trial(call, group):
+            has_failed = True
             where = f"{term.function} fails on the first prompt ({prompts[0].where})"
-            yield f"rewards.{name}.function: {where}: {error}"
+            yield failed("rewards", f"rewards.{name}.function: {where}: {error}")
+    if not has_failed:
+        yield Finding("rewards", f"{', '.join(config.functions)}: called on the first prompt")
 
 
 def _trial(call: FunctionCall, group: list[Sample]) -> str:
@@ -55,11 +61,15 @@ def _trial(call: FunctionCall, group: list[Sample]) -> str:
         return str(error)
 
 
-def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+def environment(run: CheckedRun) -> Iterator[Finding]:
     """Start a worker of the environment, which imports its class or agent, and its reward; try the first prompt.
 
-    Its tools must be in the reward model's rendering, too. Yields nothing if all is well.
+    Its tools must be in the reward model's rendering, too.
     """
+    config = run.config
+    if config.environment is None:
+        return
+    prompts = run.prompts
 
     async def tools_of(settings: EnvironmentSection) -> Sequence[dict[str, Any]] | None:
         environments = Environments(
@@ -73,8 +83,6 @@ def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
             await environments.close()
         return environments.tools
 
-    if config.environment is None:
-        return
     try:
         chat = Chat(load_tokenizer(config.actor.policy.model), asyncio.run(tools_of(config.environment)))
         first = next((prompt for prompt in prompts if MESSAGES_KEY in prompt.metadata), None)
@@ -90,6 +98,8 @@ def environment_findings(config: RunConfig, prompts: Sequence[Prompt]) -> Iterat
             yield warning("environment", f"fails on the first prompt ({where}), which masks its responses: {error}")
     except (FunctionError, PromptError, TemplateError, ConfigError) as error:
         yield failed("environment", str(error))
+    else:
+        yield Finding("environment", "starts, and takes the first prompt")
 
 
 async def _try_environment(environments: Environments, prompt: Prompt) -> None:
