@@ -23,11 +23,11 @@ from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerpr
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.rewards.function import MESSAGES_KEY, last_reply
 from rlhf_triton.wire.contract import (
     CRITIC,
+    MODEL_TERM,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
     REWARD_MODEL,

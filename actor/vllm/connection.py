@@ -16,7 +16,8 @@ import aiohttp
 
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.vllm.replies import turn_in
-from rlhf_triton.client.connection import attempt_failure, timeout
+from rlhf_triton.client.connection import attempt_failure
+from rlhf_triton.client.deadline import timeout
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import (

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from pydantic import ValidationError
 
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import ContractError
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.client.connection import HTTPConnection, ServerMessage
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRIES, RETRY_RESERVE, TRAIN_DEADLINE_S, Attempts, RequestCounters, RetryBudget
 from rlhf_triton.client.served import Expected, ServedModel
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.monitoring.tracing import span, traceparent
 from rlhf_triton.store.ownership import Sender
@@ -83,6 +82,10 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self._has_trained = False  # after the first training request, later ones wait out a missing sidecar
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+        # Here, because `import rlhf_triton` must not take the 0.2 s that tritonclient and aiohttp take.
+        from rlhf_triton.client.connection import HTTPConnection, ServerMessage
+
+        self._message = ServerMessage
         connect = functools.partial(
             HTTPConnection, max_in_flight=max_in_flight, expected=expected or {}, declared=self.declared
         )
@@ -231,7 +234,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             trace = traceparent()
             traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
-            message = ServerMessage(model, arrays, outputs, headers, versions.parameters if versions else None)
+            message = self._message(model, arrays, outputs, headers, versions.parameters if versions else None)
             async with self._in_flight:
                 answer = await self.pool.answer(
                     attempts,

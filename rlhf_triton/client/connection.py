@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -18,15 +17,11 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from rlhf_triton.client.deadline import timeout
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.client.retry import HINT
 from rlhf_triton.client.served import Expected, ServedModel, served_model
 from rlhf_triton.wire.contract import STORE_ID, Arrays
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, f
 from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import absence_explained
 from rlhf_triton.client.rows import Rows, per_row, plain_object, token_rows, training_arrays
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import Arrays, VersionRange

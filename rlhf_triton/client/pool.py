@@ -20,7 +20,7 @@ from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
 from rlhf_triton.client.training_queue import QueuedRequest, TrainingQueue
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.errors import RlhfError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from rlhf_triton.client.errors import (
     ErrorKind,
     RequestFailed,
 )
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from rlhf_triton.client.errors import RequestFailed, absence_explained
 from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_object, text_or_messages, token_rows
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import Messages

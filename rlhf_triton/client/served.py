@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.wire.contract import (
     GROUPWISE,
     LABELS,
     LOAD_LABEL,
+    MODEL_TERM,
     PROCESS,
     REWARD_COMPONENTS,
     REWARD_ERRORS,

@@ -7,7 +7,6 @@ rendered into config.pbtxt.
 from rlhf_triton.config.actor import (
     ActorSection,
     AlgorithmSection,
-    ClientSection,
     GenerationSection,
     KLSection,
     PolicySection,
@@ -15,6 +14,7 @@ from rlhf_triton.config.actor import (
     PromptsSection,
     RewardsSection,
 )
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.config.loading import load_config, parse_config
 from rlhf_triton.config.rewards import RewardTerm

@@ -19,6 +19,7 @@ from rlhf_triton.config.algorithms import (
     EstimatorName,
     LossName,
 )
+from rlhf_triton.config.client import ClientSection
 from rlhf_triton.config.fields import (
     Address,
     Count,
@@ -306,18 +307,6 @@ class ValidationSection(Section):
     """Steps between validations; 0: only before the first step and after the last."""
     greedy: bool = False
     """Greedy decoding in validations, instead of sampling."""
-
-
-class ClientSection(Section):
-    """The actor's requests to the servers."""
-
-    servers: tuple[Address, ...] = ()
-    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default: the
-    address of `server`."""
-    max_outage_s: NonNegativeFloat = 600.0
-    """How long to wait for a healthy server, and to retry training requests while there is no sidecar."""
-    deadline_s: PositiveFloat = 60.0
-    """Timeout of one scoring attempt, and of waiting for a demanded version."""
 
 
 class ActorSection(Section):

@@ -12,13 +12,12 @@ from pydantic import AfterValidator, Field, PositiveFloat
 from rlhf_triton.config.fields import Count, Section
 from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import TIMEOUT_OPTION, check_spec
-from rlhf_triton.wire.contract import PROCESS, TEXTS_ONLY
+from rlhf_triton.wire.contract import MODEL_TERM, PROCESS, TEXTS_ONLY
 
 if TYPE_CHECKING:
     from rlhf_triton.config.environment import EnvironmentSection
     from rlhf_triton.config.sections import RewardSection
 
-MODEL_TERM = "model"  # the model of the section `reward`
 TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 

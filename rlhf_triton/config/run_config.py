@@ -18,7 +18,6 @@ from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.environment import EnvironmentSection, check_environment
 from rlhf_triton.config.keys import value_at, with_value
 from rlhf_triton.config.rewards import (
-    MODEL_TERM,
     FunctionSpec,
     RewardTerm,
     Terms,
@@ -45,6 +44,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.placement import Place, check_gpus, devices_of, ranks_here
 from rlhf_triton.rewards.function import KEY_OPTION
 from rlhf_triton.store import control_key
+from rlhf_triton.wire.contract import MODEL_TERM
 
 
 class ConfigError(RlhfError, ValueError):

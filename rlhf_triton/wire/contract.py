@@ -49,6 +49,7 @@ PROCESS = "process"  # parameter: granularity of a process reward, `step` or `to
 NEEDS_MORE = "needs more than a row of tokens"
 TEXTS_ONLY = "texts_only"  # parameter: `true` if the reward scores only sentences
 AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the models of a reward mixture in order
+MODEL_TERM = "model"  # among the components: the model of the section `reward`
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 GROUPWISE = "groupwise"  # parameter: "true" if a reward function needs all responses to a prompt in one request
 TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
