@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from benchmarks.measuring import (
     FREE_PORTS,
@@ -41,7 +41,7 @@ from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.batching import padded_rows
-from rlhf_triton.models.modeling import load_reward, quiet_transformers
+from rlhf_triton.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -177,7 +177,7 @@ class PartJob:
                 "run": {"dir": folder / "run"},
                 "server": FREE_PORTS,
                 "reward": {"model": folder / "reward", **scoring},
-                "critic": {"model": folder / "reward", **scoring},
+                "critic": {"model": folder / "critic", **scoring},
                 "trainer": {"global_batch_size": rows, **training},
                 "actor": {
                     "rollout_size": rows,
@@ -204,10 +204,13 @@ class PartJob:
 
 
 def make_checkpoints(model: str, folder: Path, device: str) -> None:
-    """Write a reward model, from which the critic starts, and a policy, both with random weights."""
+    """Write a reward model and a policy with random weights, and a critic of the reward's."""
     shape: dict[str, Any] = {} if model == "tiny" else LLAMA_3
     for kind in ("reward", "policy"):
         make_checkpoint(kind, model, folder / kind, device=device, **shape)
+    (folder / "critic").mkdir()
+    save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
+    AutoTokenizer.from_pretrained(folder / "reward").save_pretrained(folder / "critic")
 
 
 def environment(job: PartJob) -> Found:
@@ -279,7 +282,7 @@ def swap(job: PartJob) -> Found:
             continue
         yield number("published to served, s", time.perf_counter() - start)
     if job.device == "cuda":
-        weights = (store.folder(0) / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
+        weights = (config.critic.model / "model.safetensors").stat().st_size / 2  # bfloat16 of float32
         more = (torch.cuda.max_memory_allocated() - before) / weights
         limit = None if job.small else MAX_SWAP_MEMORY  # beside a tiny model, requests need more
         yield number("most memory beside the served version, times its weights", more, most=limit)

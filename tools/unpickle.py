@@ -10,7 +10,7 @@ import resource
 import sys
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from rlhf_triton.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, Checkpo
 from rlhf_triton.checkpoints.tensor_file import STORED_AS, write_tensors
 from rlhf_triton.process import die_with_parent
 
-SHARD_BYTES = 5_000_000_000
 SPARE_BYTES = 512 << 20  # for the process itself and for small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
 TRAINERS = re.compile(r"\w*(optimizer|sched|rng_state)\w*|rng|hyper_parameters|hparams\w*|loops|callbacks")
@@ -60,7 +59,7 @@ def _limit_memory(files: Mapping[Path, str]) -> None:
 
 
 def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
-    """Write the tensors of all files to `folder`: as `model.safetensors`, or as shards with an index.
+    """Write the tensors of each file to a file in `folder`: to `model.safetensors`, or to shards with an index.
 
     Args:
         files: the prefix of each file's tensor names in the result, by file.
@@ -68,8 +67,11 @@ def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
     Raises:
         CheckpointError: a file holds anything but dense tensors, or two files have a tensor of one name.
     """
+    names = {
+        file: f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else WEIGHTS_FILE
+        for number, file in enumerate(files, start=1)
+    }
     source: dict[str, Path] = {}
-    parts: list[list[str]] = []
     total = 0
     for number, (file, prefix) in enumerate(files.items(), start=1):
         _print(say=f"reading {file.name} ({file.stat().st_size / 1e6:,.1f} MB, file {number} of {len(files)})")
@@ -78,39 +80,17 @@ def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
             if name in source:
                 raise CheckpointError(f"{file}: {name} is in {source[name].name} as well; remove one of the two files")
             source[name] = file
-        for names in _shards(tensors):
-            shapes = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-            write_tensors(folder / f"part-{len(parts)}", shapes, tensors.__getitem__)
-            parts.append(names)
-            size = sum(_num_bytes(tensors[name]) for name in names)
-            _print(say=f"wrote {len(names)} tensors of {file.name} ({size / 1e6:,.1f} MB)")
-        total += sum(map(_num_bytes, tensors.values()))
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        write_tensors(folder / names[file], shapes, tensors.__getitem__)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        _print(say=f"wrote {len(tensors)} tensors of {file.name} ({size / 1e6:,.1f} MB)")
+        total += size
         del tensors  # before the next file: two would not fit
-    _print(say=f"converted {len(source)} tensors, {total / 1e6:,.1f} MB in {len(parts)} file(s)")
-    if len(parts) == 1:
-        (folder / "part-0").rename(folder / WEIGHTS_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(parts):
-        file_name = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
-        (folder / f"part-{number}").rename(folder / file_name)
-        weight_map |= dict.fromkeys(names, file_name)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
-
-
-def _shards(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield lists of names whose tensors have at most `SHARD_BYTES`, or of one larger tensor."""
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + _num_bytes(tensor) > SHARD_BYTES:
-            yield names
-            names = []
-            size = 0
-        names.append(name)
-        size += _num_bytes(tensor)
-    yield names
+    _print(say=f"converted {len(source)} tensors, {total / 1e6:,.1f} MB in {len(files)} file(s)")
+    if len(files) > 1:
+        weight_map = {name: names[file] for name, file in source.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -163,7 +143,7 @@ def _tensors(file: Path, loaded: Any) -> dict[str, Tensor]:
     checked = {name: _checked(file, name, tensor) for name, tensor in tensors.items()}
     # Tied weights share a storage, and are written under each of their names: at most twice what the file has.
     most = 2 * file.stat().st_size + SPARE_BYTES
-    if sum(map(_num_bytes, checked.values())) > most:
+    if sum(tensor.nbytes for tensor in checked.values()) > most:
         raise CheckpointError(f"{file} is refused: its tensors have more than {most / 1e6:,.0f} MB, the file far less")
     return checked
 
@@ -208,17 +188,13 @@ def _checked(file: Path, name: str, tensor: Tensor) -> Tensor:
         what = "is not a dense tensor with data"
     elif tensor.dtype not in STORED_AS or name == "__metadata__":
         what = f"of type {tensor.dtype} cannot be stored as safetensors"
-    elif _num_bytes(tensor) > tensor.untyped_storage().nbytes():
-        what = f"claims {_num_bytes(tensor):,} bytes, and has {tensor.untyped_storage().nbytes():,}"
+    elif tensor.nbytes > tensor.untyped_storage().nbytes():
+        what = f"claims {tensor.nbytes:,} bytes, and has {tensor.untyped_storage().nbytes():,}"
     elif tensor.is_floating_point() and (tensor.float() if tensor.itemsize == 1 else tensor).isnan().any():
         what = "has values that are not a number: its training had diverged, or the file is damaged"
     if what is not None:
         raise CheckpointError(f"{file} is refused: its tensor {name} {what}")
     return tensor.detach()
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 def _print(**line: str) -> None:

@@ -124,7 +124,7 @@ def script_of(arguments):
         return None if arguments[0] in RECIPE_FILES else arguments[0]
     module, *rest = arguments[1:]
     if module == "benchmarks":
-        return "benchmarks/__main__.py" if rest[0] == "--help" else f"benchmarks/{rest[0]}.py"
+        return f"benchmarks/{'__main__' if rest in ([], ['--help']) else rest[0]}.py"
     if module != "rlhf_triton.tools":
         return MODULES[module]
     name = rest[0] if rest else "--help"
