@@ -66,7 +66,7 @@ class RunConfig(Section):
     decides whether a run starts or resumes. Start all processes of a run with the same values."""
     server: ServerSection = ServerSection()
     """The tritonserver process that `rlhf-triton run` and `rlhf-triton serve` start: its addresses, limits and keys.
-    A port of 0 selects a free one. For keys and several servers, see docs/operating.md."""
+    A port of 0 selects a free one. See docs/operating.md for keys, docs/scaling.md for several servers."""
     reward: RewardSection = RewardSection()
     """The reward model, which tritonserver serves as `reward_model`. `model` is not needed if `rewards` contains only
     functions. By default the score is that of the folder's own head, for texts in its own chat template;
@@ -82,8 +82,8 @@ class RunConfig(Section):
     """The reference model: the frozen policy from which the KL is measured. tritonserver serves it if
     `actor.kl.reference` is `triton`; otherwise the actor keeps the initial policy for this."""
     trainer: TrainerSection = TrainerSection()
-    """The critic sidecar: on which devices the critic is trained, how many optimizer steps an update takes, and when its
-    weights are published. The targets come from the actor, or from a trainer of your own."""
+    """The critic sidecar: on which devices the critic is trained, how many optimizer steps an update takes, and when
+    its weights are published. The targets come from the actor, or from a trainer of your own."""
     actor: ActorSection = ActorSection()
     """The training loop of the policy: how long it runs, how many responses a step has, and how far the weights that
     generate and score them may lag behind. Each subsection is one part of a step."""

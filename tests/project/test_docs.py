@@ -198,6 +198,15 @@ def test_documented_keys_paths_and_links_exist(page):
     assert {key for key in used if not key.endswith(FILE_ENDINGS)} <= KNOWN_KEYS
 
 
+def test_readme_and_index_have_the_same_map_of_all_pages():
+    readme, index = (
+        re.findall(r"^\| .*\]\(.*", (ROOT / name).read_text(), re.M) for name in ("README.md", "docs/index.md")
+    )
+    pages = [page.relative_to(ROOT).as_posix() for page in PAGES if page.parts[-2] in ("docs", "recipes")]
+    assert [row.replace("](docs/", "](") for row in readme] == index
+    assert sorted(LINK.findall("".join(readme))) == sorted({*pages} - {"docs/index.md"})
+
+
 def test_docstrings_refer_to_existing_keys_and_names():
     """A reference is a key of the configuration, `module`, or `module.name`; the module may have its folders."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
