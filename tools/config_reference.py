@@ -175,18 +175,19 @@ def _as_markdown(named: Any) -> str:
 
 
 def _algorithms() -> Iterator[str]:
-    """Yield the tables of algorithms and losses."""
-    yield "\n| `actor.algorithm.name` | advantage | loss | critic | whitened | KL penalty | mean over | and | source |"
-    yield "|" + "---|" * 9
-    places = {"reward": "in the reward", "loss": "in the loss"}
+    """Yield the tables of algorithms, of their further settings and sources, and of losses."""
+    yield "\n| `actor.algorithm.name` | advantage | loss | critic | whitened | KL penalty in | mean over |"
+    yield "|" + "---|" * 7
     means = {"token": "tokens", "sequence": "sequences", "constant": "a constant"}
     for name, row in ALGORITHMS.items():
-        more = "<br>".join(f"`{key}: {_scalar(value)}`" for key, value in row.recipe.items())
         flags = (("no", "yes")[row.needs_critic], ("no", "yes")[row.whitens])
-        cells = (row.meaning, f"`{row.loss}`", *flags, places[row.kl_in], means[row.loss_mean], more, row.source)
+        cells = (row.meaning, f"`{row.loss}`", *flags, f"the {row.kl_in}", means[row.loss_mean])
         yield f"| `{name}` | {' | '.join(cells)} |"
-    yield "\n| `actor.algorithm.loss` | meaning | `actor.algorithm.clip_ratio` | `actor.algorithm.clip_ratio_high` |"
-    yield "|---|---|---|---|"
+    yield "\n| `actor.algorithm.name` | further settings | source |\n|---|---|---|"
+    for name, row in ALGORITHMS.items():
+        more = "<br>".join(f"`{key}: {_scalar(value)}`" for key, value in row.recipe.items())
+        yield f"| `{name}` | {more} | {row.source} |"
+    yield "\n| `actor.algorithm.loss` | meaning | `clip_ratio` | `clip_ratio_high` |\n|---|---|---|---|"
     for name, loss in LOSSES.items():
         low = f"{loss.low:g}"
         high = f"{loss.high:g}"
@@ -302,7 +303,7 @@ def _type(field: Schema) -> str:
 
 def _bounds(field: Schema) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {field[name]:.15g}" for name, sign in signs.items() if name in field]
+    bounds = [f"{sign}\N{NO-BREAK SPACE}{field[name]:.15g}" for name, sign in signs.items() if name in field]
     return f" {', '.join(bounds)}" if bounds else ""
 
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
-from test_conversations import model as model  # a fixture
-from test_generation import one_response
+from decoded_responses import one_response
+from generated_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.recorded import PolicyTurn

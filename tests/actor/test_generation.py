@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from decoded_responses import asking, one_response, responses
 from samples import logprobs_of, tokens_of
 from settings import actor_section
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -23,7 +24,7 @@ from rlhf_triton.actor.data.rollout_rows import PolicyTurn, padded, row_of_respo
 from rlhf_triton.actor.generation import shared_prompts
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.generation.engine import LocalGeneration
-from rlhf_triton.actor.generation.row_sources import NewRow, PromptSource, RowId, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.row_sources import NewRow, RowId, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
@@ -100,19 +101,6 @@ def test_slot_decoding_handles_a_response_that_just_fits_the_models_positions():
     ours, theirs = (generation(model, max_new_tokens=1, uses_slots=slots) for slots in (None, False))
     assert texts(ours, prompts, greedy=True) == texts(theirs, prompts, greedy=True)
     assert ours.uses_slots
-
-
-def asking(prompts, found, draws, *, most):
-    """Asks for a response to each of these prompts, which goes into `found`."""
-
-    def finished(index, conversation):
-        found[index] = responses([*conversation])[0]
-
-    source = PromptSource(max_new_tokens=most)
-    next_rows = source.next_rows
-    source.next_rows = lambda **wait: [replace(row, draws=draws(row.index)) for row in next_rows(**wait)]
-    source.add(SamplingJob({i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}, finished, seed=0))
-    return source
 
 
 def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch):
@@ -232,12 +220,6 @@ class Talk:
         return NewRow(
             id=RowId(0, index), tokens=tokens, order=0, index=index, seed=(0, index), draws=self._draws(index)
         )
-
-
-def one_response(decoder, tokens, draws, most):
-    found = {}
-    decoder.run(asking([np.array(tokens)], found, lambda _: draws, most=most))
-    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -432,10 +414,6 @@ def generate(policy, *, prompts=PROMPTS, seed=0, **settings):
         assert 1 <= len(response) <= 12
         assert not set(response) & set(policy.banned_ids)
     return rows
-
-
-def responses(rows):
-    return [row.tokens[row.sampled].tolist() for row in rows]
 
 
 def ends(rows):

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from samples import groups_of, make_batch, rewarded
 from settings import actor_section
 from tiny_tokenizers import save_chat_policy
+from training_runs import PATIENCE_S, PPO, Crash, Server, by_text, go, go_until, make_ppo
 
 import rlhf_triton.actor.loop
 import rlhf_triton.actor.run.recorder
@@ -52,7 +53,6 @@ from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
-from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import load_config
 from rlhf_triton.errors import NotFinite, RlhfError
@@ -60,53 +60,8 @@ from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.tools.status import status
-from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
-PATIENCE_S = 120.0
 STEPS = 3
-
-
-def by_text(text):
-    return float((3 * sum(text.encode()) + len(text)) % 7)
-
-
-class Server:
-    """Rewards that depend on the texts alone, and a critic that is trained at once."""
-
-    def __init__(self, reward=by_text):
-        self.counters = RequestCounters()
-        self.tokenizer = None
-        self.reward = reward
-
-    async def describe(self, model):
-        return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
-
-    async def score_sentences(self, texts, *_, **__):
-        return {REWARDS: np.asarray([[self.reward(text)] for text in texts], np.float32)}
-
-    async def score(self, rows, *_, **__):
-        values = np.zeros((len(rows), max(map(len, rows))), np.float32)
-        return {VALUES: values, WEIGHTS_VERSION: np.zeros((len(rows), 1), np.int64)}
-
-    async def train(self, payload, *, run_id, step):
-        return TrainAnswer(0.0, step)
-
-    async def save(self, **_):
-        return 0
-
-    rewind = save
-
-
-def make_ppo(folder, checkpoints, server=None, **actor):
-    config = make_run(folder, checkpoints, actor=actor).config
-    server = server or Server()
-    run = TrainingRun(config, server)
-    server.tokenizer = run.policy.tokenizer
-    return run
-
-
-def go(run):
-    return asyncio.run(asyncio.wait_for(run.run(), PATIENCE_S))
 
 
 # ---- collect: what waits for what, and that the rows' order of ending never shows ----
@@ -818,46 +773,6 @@ def watched_batches(run):
     return batches
 
 
-class Crash(BaseException):
-    """Ends a run where it is, without `leave`."""
-
-
-def go_until(run, owner, name, call, *, crash=False):
-    """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
-    original = getattr(owner, name)
-    calls = []
-    asked = threading.Event()
-
-    async def main():
-        loop = asyncio.get_running_loop()
-
-        def hold():
-            calls.append(None)
-            if len(calls) == call:
-                if crash:
-                    raise Crash("crashed")
-                loop.call_soon_threadsafe(lambda: (run.stop.request(), asked.set()))
-                assert asked.wait(PATIENCE_S)
-
-        def watched(*args, **kwargs):
-            hold()
-            return original(*args, **kwargs)
-
-        @contextlib.contextmanager
-        def watched_context():
-            with original():
-                hold()
-                time.sleep(0.3)  # long enough for a checkpoint that does not wait
-                yield
-
-        setattr(owner, name, watched_context if name == "disable_adapter" else watched)
-        await asyncio.wait_for(run.run(), PATIENCE_S)
-
-    with pytest.raises(Crash if crash else Stopped) as ended:
-        asyncio.run(main())
-    return str(ended.value)
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "call", "done"),
     [
@@ -978,9 +893,6 @@ def test_response_that_could_not_be_sampled_is_masked_and_sampled_again_after_a_
     assert sorted(again.samples.sampled(2)) == [5, 7, 9], "the second group of each step"
     go(again)
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
-
-
-PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
 def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoints):

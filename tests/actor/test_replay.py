@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from samples import groups_of, scored_samples
 from sidecar_rig import Instance
 from simulated_journal import simulate
-from test_loop import PPO, Server, go, go_until, make_ppo
+from training_runs import PPO, Server, go, go_until, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import TrainingRun

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from journal_entries import done, payload, train
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from triton_python_backend_utils import Request
@@ -31,7 +32,6 @@ from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry, read_training_file
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
-from rlhf_triton.wire.training_payload import TrainPayload
 
 WRITE_AND_STALL = """
 import sys
@@ -41,27 +41,6 @@ with staged_file(Path(sys.argv[1]), [b"half of an entry"]):
     print("writing", flush=True)
     sys.stdin.read()
 """
-
-
-def payload(value=0.0, lengths=(2, 3)):
-    total = sum(lengths)
-    targets = np.full(total - len(lengths), value, np.float32)
-    return TrainPayload(np.arange(1, total + 1), np.array(lengths), targets, targets, np.ones_like(targets))
-
-
-@pytest.fixture
-def journal(tmp_path):
-    return Journal(tmp_path / "journal", "run")
-
-
-def train(journal, step, value=None):
-    value = float(step or 0) if value is None else value
-    return journal.accept_training(payload(value), run_id="run", step=step)
-
-
-def done(journal, entry, **more):
-    digest = journal.load(entry)[1] if entry.kind == "train" else None
-    journal.finish(entry, Result(entry=entry.name, weights_version=entry.step, digest=digest, **more))
 
 
 def conflict(text):

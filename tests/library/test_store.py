@@ -20,10 +20,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import xxhash
+from journal_entries import done, train
 from live_system import make_run
 from safetensors.numpy import save_file
-from test_journal import done, train
-from test_journal import journal as journal  # a fixture
 
 import rlhf_triton.tools.run
 from rlhf_triton import digests

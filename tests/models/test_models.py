@@ -18,6 +18,7 @@ from architectures import KINDS, POSITIONS, VOCAB, save_architecture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_gpus
+from rope_models import DYNAMIC, LIMIT, LONGROPE, TOLERANCE, models, save
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
 from tiny_checkpoints import CONFIGS, save_tiny
@@ -53,9 +54,6 @@ from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import ContractError, scoring_rows
 from rlhf_triton.wire.training_payload import TrainPayload
-
-TOLERANCE = 1e-5
-
 
 SERVED = """
     albert apertus arcee axk1 axk2 bert big_bird biogpt bloom camembert convbert data2vec-text deberta deberta-v2
@@ -470,34 +468,6 @@ def test_linear_head_rejects_models_that_change_their_logits(kind, config, is_li
 
 
 # ---- rotary tables ----
-
-LIMIT = tiny_checkpoints.POSITIONS // 2  # longest row that leaves the rotary table as it is
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": LIMIT,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0, 3.0, 5.0, 9.0],
-}
-
-
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-
-
-MODELS = {
-    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
-    "longrope": ("llama", {"rope_parameters": LONGROPE}),
-    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT}),
-}
-models = pytest.mark.parametrize("model", MODELS)
-
-
-def save(folder, model, head, **more):
-    """Save one of MODELS, or of another family with 32 positions."""
-    family, settings = MODELS.get(model, (model, {"n_positions": 32} if model == "gptj" else {}))
-    return save_tiny(folder, family, head, **settings, **more)
 
 
 MIXED = rows_of(3, LIMIT, 9, LIMIT + 4, LIMIT - 1, tiny_checkpoints.POSITIONS, 5)  # some longer than what is served

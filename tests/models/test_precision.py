@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
+from rope_models import LIMIT, MODELS, TOLERANCE, models, save
 from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
 from settings import actor_section
@@ -22,7 +23,6 @@ from rlhf_triton.models.logprobs import target_logprobs
 from rlhf_triton.models.modeling import load_critic, quiet_transformers, save_critic
 from rlhf_triton.models.precision import in_float32
 from rlhf_triton.tools import render_configs
-from tests.models.test_models import LIMIT, MODELS, TOLERANCE, models, save
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from critic_training import payload
 from safetensors.torch import load_file
 from settings import nested
 from sidecar_rig import Killed, Rig, kill_at
-from test_critic_update import payload
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_chat_policy
 from versions import flip, reseal, tensor_types
