@@ -69,7 +69,7 @@ class RunConfig(Section):
     A port of 0 selects a free one. See docs/operating.md for keys, docs/scaling.md for several servers."""
     reward: RewardSection = RewardSection()
     """The reward model, which tritonserver serves as `reward_model`. `model` is not needed if `rewards` contains only
-    functions. By default the score is that of the folder's own head, for texts in its own chat template;
+    functions. By default the folder's own head scores texts in its own chat template;
     docs/your-models.md has the settings that published models need."""
     rewards: Terms | None = None
     """Terms of a weighted sum of rewards, by name; default: only the reward model, or, with an `environment`, only its

@@ -109,7 +109,7 @@ def test_agent_failures_and_limits_end_the_conversation_with_the_cause(agents, m
     assert found.ended == (not error and not truncated)
 
 
-def test_agent_gets_no_further_reply_after_one_that_could_not_be_sampled(agents, model, monkeypatch):
+def test_agent_gets_no_further_reply_after_a_reply_fails_to_sample(agents, model, monkeypatch):
     """Its conversation is a failure, although the agent returns a reward; a retry would hold up the step again."""
     calls = []
 

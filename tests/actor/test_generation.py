@@ -378,7 +378,7 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots, monkeypatch
     assert (written_by.memory.num_halvings, written_by.memory.size) == (2, 2)
 
 
-def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch):
+def test_out_of_memory_halves_the_decoding_rows_of_all_jobs(monkeypatch):
     model = make_model("llama", eos_bias=-2.0)
     prompts = [Prompt("", "", tokens) for tokens in make_prompts(9)]
     engine = generation(model, uses_slots=True, generation_batch_size=8)
@@ -565,7 +565,7 @@ def test_generation_logprobs_are_used_after_the_check(checkpoint, monkeypatch):
     assert passes == [len(PROMPTS)]
 
 
-def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint):
+def test_rows_that_an_older_policy_sampled_do_not_test_generation(checkpoint):
     """A resumed run may begin with rows that an older policy sampled, which differ from forward passes."""
     policy = make_policy(checkpoint, precision="float32", max_off_policy_steps=1, old_logprobs="sampler")
     older = generate(policy)

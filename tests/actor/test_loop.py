@@ -360,7 +360,7 @@ def test_max_minutes_drops_a_rollout_but_no_update(tmp_path, checkpoints, caplog
     assert ended.levelname == "INFO", "it is no problem of the run"
 
 
-def test_a_run_goes_on_after_failed_critic_updates(tmp_path, checkpoints, caplog):
+def test_run_continues_after_failed_critic_updates(tmp_path, checkpoints, caplog):
     """Step 4 is the last one, so the failure occurs in the middle of the run and at its end."""
     summary = go(watched_run(tmp_path, checkpoints, SlowCritic(fails=(1, 4)), steps=4, checkpoint_every=2))
     assert (summary["failed_critic_updates"], summary["weights_version"]) == (2, FIRST_VERSION + 2)
@@ -490,7 +490,7 @@ def test_grace_period_is_bounded():
     assert "stopped after step 7, whose checkpoint is written: the grace period of 0.1 s expired; the next" in errors
 
 
-async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
+async def test_or_done_returns_finished_work_and_cancels_pending_work_on_stop():
     stop = Stop()
     works = [asyncio.ensure_future(asyncio.sleep(600)) for _ in range(2)]
     assert await stop.or_done(asyncio.sleep(0, "result")) == "result"
@@ -658,7 +658,7 @@ def whole_short(tmp_path_factory, checkpoints):
 
 
 @pytest.mark.parametrize(("end", "settings"), [*((end, {}) for end in ENDS), ("gradient", OFF_POLICY)], ids=str)
-def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints, whole_short, end, settings, caplog):
+def test_run_saves_its_last_complete_step_after_any_end(tmp_path, checkpoints, whole_short, end, settings, caplog):
     """The next start continues as if the run had never ended."""
     prepare, kind, told = ENDS[end]
     shown = {**SHORT, **settings}
@@ -711,7 +711,7 @@ def test_incomplete_steps_are_not_checkpointed(tmp_path, checkpoints, prepare, l
     assert not saved_steps(tmp_path / "checkpoints" / "actor")
 
 
-def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path, checkpoints):
+def test_stop_keeps_the_checkpoint_before_its_own(tmp_path, checkpoints):
     """The critic, whose server was lost, may never receive the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
@@ -805,7 +805,7 @@ def test_validation_interrupted_by_a_crash_is_repeated(tmp_path, checkpoints, wh
 
 
 @pytest.mark.parametrize(("name", "call", "crash"), [("decode", 9, True), ("decode", 14, False), ("logprobs", 4, True)])
-def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(tmp_path, checkpoints, name, call, crash):
+def test_each_prompt_trains_once_after_any_end_with_groups_in_flight(tmp_path, checkpoints, name, call, crash):
     """None is lost or repeated, however many of later steps were in flight, and no token is older than allowed."""
     ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
     settings = {**SHORT, **ahead, "steps": 8, "checkpoint_every": 2, "logged_texts": 4}

@@ -326,7 +326,7 @@ def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, ca
         ("--step 1", flip_a_bit, "): `logprobs`; restore the file"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_in_one_sentence(arguments, prepare, told, copy, capsys):
+def test_impossible_replays_and_forks_are_refused_in_one_sentence(arguments, prepare, told, copy, capsys):
     if prepare is not None:
         prepare(copy)
     before = [*copy.rglob("*")]
@@ -426,7 +426,7 @@ def train_with_critic(config):
     return [{name: tensor.tolist() for name, tensor in load_file(file).items()} for file in sorted(files)]
 
 
-def test_fork_of_a_run_with_a_critic_goes_on_with_the_critic_of_its_step(tmp_path, checkpoints, capsys):
+def test_fork_continues_with_the_critic_of_its_step(tmp_path, checkpoints, capsys):
     """Forks start at a checkpoint and at a step without one; an unchanged fork trains both models as the run did."""
     folder = tmp_path / "run"
     policy, critic = train_with_critic(make_run(folder, checkpoints, actor={**SETTINGS, **PPO, "steps": 4}).config)

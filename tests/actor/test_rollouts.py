@@ -224,7 +224,7 @@ def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs, ahead
     assert synchronous.at[-1] / found.at[-1] >= 1.4
 
 
-def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs):
+def test_slow_group_delays_no_other_group_while_it_is_ahead(inputs):
     """Its own step waits for it; the responses of the steps after it are complete by then."""
 
     def found(slow):
@@ -278,7 +278,7 @@ def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs):
         run_simulated(main(max_staleness=max_staleness))
 
 
-def test_version_to_demand_never_decreases_however_many_wait_for_it():
+def test_demanded_version_never_decreases_with_many_waiting_requests():
     async def main():
         critic = RemoteCritic(None, RunSection(), is_trained=True, publish_every=1)
         served = [asyncio.get_running_loop().create_future() for _ in range(3)]
@@ -339,7 +339,7 @@ def test_resumed_run_resamples_with_the_same_seeds(inputs, tmp_path):
     assert after.started == undisturbed.started[-len(after.started) :]
 
 
-def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
+def test_resumed_run_resamples_groups_that_are_too_old_for_their_step(inputs):
     """An earlier process may have been allowed more steps ahead."""
     first, _ = simulated(inputs, 1)
     kept = {}

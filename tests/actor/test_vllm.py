@@ -86,7 +86,7 @@ async def test_vllm_loads_each_new_policy_version_before_generating(setup):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
-async def test_responses_in_progress_go_on_with_new_weights_or_with_their_adapters(setup, lora_rank):
+async def test_responses_in_progress_continue_with_new_weights_or_with_their_adapters(setup, lora_rank):
     """Each token has the step of the weights that sampled it; later requests wait for the new ones."""
     ahead = {"max_off_policy_steps": 1, "algorithm": {"old_logprobs": "sampler"}}
     async with FakeVllm() as server:

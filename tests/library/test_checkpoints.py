@@ -312,9 +312,7 @@ def test_ids_missing_from_the_vocabulary_are_banned_and_duplicates_are_not():
 
 
 @pytest.mark.parametrize("named", ["Qwen2Tokenizer", "TokenizersBackend"])
-def test_tokenizer_that_transformers_builds_otherwise_than_its_file_is_warned_about_or_read_from_it(
-    tmp_path, named, caplog
-):
+def test_tokenizer_that_differs_from_its_file_causes_a_warning_or_is_read_from_the_file(tmp_path, named, caplog):
     save_text_reward(tmp_path, "qwen2")
     load_tokenizer(tmp_path)
     assert not caplog.messages, "both have the same tokens"

@@ -521,7 +521,7 @@ def test_weighted_sum_is_nan_with_a_cause_unless_finite(weights, row, causes, re
 # ---- the Triton model of a function ----
 
 
-def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypatch, tmp_path):
+def test_function_model_skips_probes_and_reports_failed_replies(monkeypatch, tmp_path):
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     bounds = ("max_waiting_rows", "max_request_tokens")
     given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1"}

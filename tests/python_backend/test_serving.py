@@ -137,7 +137,7 @@ def test_training_key_header_must_be_text(serving):
     [("{}", [400]), (json.dumps({PROBE_HEADER: "1"}), []), (None, [400])],
     ids=["request", "probe", "header that is not UTF-8"],
 )
-def test_errors_are_counted_except_those_of_probes(serving, monkeypatch, parameters, counted):
+def test_errors_of_requests_are_counted_but_not_of_probes(serving, monkeypatch, parameters, counted):
     """critic_train and critic_save must refuse a probe: the alert on refused requests fired at each start."""
 
     def undecodable(self):

@@ -74,7 +74,7 @@ def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path, c
     assert found.report().stat().st_size > 10_000
 
 
-def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path, checkpoints, capfd):
+def test_refusals_of_the_command_are_raised_with_its_sentence(tmp_path, checkpoints, capfd):
     others = {*psutil.Process().children()}  # started by earlier tests
     with pytest.raises(rt.RlhfError) as caught:
         rt.train(

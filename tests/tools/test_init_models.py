@@ -119,7 +119,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
-def test_init_models_refuses_an_untrained_reward_and_what_fails_to_load(tmp_path, capsys):
+def test_init_models_refuses_untrained_rewards_and_models_that_fail_to_load(tmp_path, capsys):
     body = tmp_path / "body"
     reward = tmp_path / "reward"
     save_tiny(body, "qwen2", "body")

@@ -128,7 +128,7 @@ class TestData:
         with pytest.raises(FileNotFoundError, match=name):
             finish_run(run_dir, **MEASURED)
 
-    def test_a_run_whose_validation_changed_compares_the_prompts_that_it_validated_before_and_after(self, run_dir):
+    def test_report_compares_only_prompts_validated_before_and_after(self, run_dir):
         write_lines(run_dir / "samples.jsonl", SAMPLES[:3])
         assert finish_run(run_dir, **MEASURED).summary["reward_gain_ci95"] == [2.0, 2.0]
 

@@ -194,7 +194,7 @@ REFUSALS = [
     ({"reward": ["a", "b"]}, "reward: .*/a and b are two models, but a server has one reward model"),
     ({"reward": [("a", "b")]}, "reward: the weight of 'a' is 'b', must be a number"),
     ({"reward": lambda sample: 1.0}, "reward: <lambda> is a lambda, which has no name; write it as a function"),
-    ({"reward": cell(CLOSURE)["f"]}, "reward: inner uses 'limit' of the function around it, which cannot travel"),
+    ({"reward": cell(CLOSURE)["f"]}, "reward: inner uses 'limit' of the function around it, which the processes of"),
     ({"reward": "x.py:f", "learning_rate": 1e-4}, "unknown key learning_rate; did you mean actor.optimizer.lr?"),
     ({"algorithm": "grppo"}, "actor.algorithm.name: .* did you mean grpo"),
     ({"algorithm": 3}, "actor.algorithm is a section, not a value"),
@@ -236,7 +236,7 @@ def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started, tmp_path
         rt.train("policy", prompts="p.jsonl", reward="reward", dir="p.jsonl")
 
 
-def test_a_run_that_starts_in_a_folder_keeps_it_until_its_command_has_it(started, monkeypatch):
+def test_folder_stays_reserved_until_the_command_of_its_run_holds_it(started, monkeypatch):
     def begin(policy="policy"):
         return rt.train(policy, prompts="p.jsonl", reward="reward", dir="mine")
 
@@ -406,13 +406,13 @@ def test_functions_of_one_name_do_not_replace_each_other(tmp_path):
         ("g = lambda s: 1\ndef f(s):\n    return g(s)", "f uses 'g', which is a lambda, which has no name; write it"),
         (
             "class C:\n    def m(self, s):\n        return 1\nf = C().m",
-            "m is a method of a C, whose state cannot travel",
+            "m is a method of a C, whose state the processes of a run cannot receive",
         ),
         ("class C:\n    def __call__(self, s):\n        return 1\nf = C()", "C is a C, which cannot be written into"),
         ("x = float('nan')\ndef f(s):\n    return x", "f uses 'x', which is a float, which cannot be written"),
     ],
 )
-def test_what_cannot_travel_is_named(tmp_path, source, sentence):
+def test_functions_that_other_processes_cannot_receive_are_named(tmp_path, source, sentence):
     with pytest.raises(FunctionError, match=re.escape(sentence)):
         function_spec(cell(source)["f"], tmp_path, {})
 

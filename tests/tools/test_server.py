@@ -287,7 +287,7 @@ def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path
     assert child.new_messages() == ["cut"]
 
 
-def test_childs_module_is_not_that_of_the_working_directory(tmp_path, monkeypatch):
+def test_child_does_not_import_modules_of_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise AssertionError('not the standard library')")
     child = Child("child", ["json.tool", "--help"], tmp_path / "log", {})

@@ -139,7 +139,7 @@ class Run:
         """
         path = self._folder() / RUN_YAML
         if not path.is_file():
-            raise RlhfError(f"{path} is missing; resume a run that a command has started with this command")
+            raise RlhfError(f"{path} is missing, because a command started this run; resume it with the same command")
         return path
 
     @property
@@ -164,7 +164,7 @@ class Run:
     def metrics(self) -> Table:
         """The steps so far, as {name: float array `[steps]`}; NaN for a step without that metric.
 
-        `step` has the numbers of the steps. Beside the names of metrics.jsonl there are those of TRL: `reward`,
+        `step` has the numbers of the steps. Beside the names of metrics.jsonl, it has TRL's: `reward`,
         `reward_std` (over all responses of the step), `frac_reward_zero_std`, `kl`, `entropy`,
         `completions/mean_length`, `completions/clipped_ratio`, `clip_ratio`, `grad_norm`, `learning_rate`, and
         `rewards/<name>/mean` of each term of a sum; as far as the run measures them.
