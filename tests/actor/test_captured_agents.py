@@ -75,7 +75,7 @@ def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(ag
         assert rows[-1].messages[-2]["content"] == "right"
         assert rows[-1].turns[-1].reward == 1.5
         assert sorted(turn.number for row in rows for turn in row.turns) == [0, 1, 2, 3]
-        assert max(turn.number for turn in rows[-1].turns) == 3, "the conversation ends with its last call"
+        assert max(turn.number for turn in rows[-1].turns) == 3, "the last call is not the conversation's last turn"
         for row in rows:
             assert sampled_of(row) == [token for turn in row.turns for token in turn.tokens]
         turns = read_texts([tuple(replace(row, score=Score()) for row in rows)], TOKENIZER)[0]["turns"]

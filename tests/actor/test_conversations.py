@@ -261,7 +261,7 @@ def test_check_prompts_reports_a_template_that_leaves_out_tools(agents, caplog):
         else:
             agent.check_prompts(chats)
             found, _ = talk(agent, ["Done."], replace(PROMPT, metadata={"messages": [PROBE_MESSAGE]}))
-            assert "tools" not in found.prompt.metadata, "a reward model would read what the policy does not"
+            assert "tools" not in found.prompt.metadata, "a reward model would read tools that the policy does not"
     agent.check_prompts([Prompt("0", "Count.", np.array([5]))])
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
@@ -403,7 +403,7 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
-    assert found.tokens.max(initial=0) < 160, "the policy computes log-probs of the row"
+    assert found.tokens.max(initial=0) < 160, "a token is outside the policy's vocabulary"
 
 
 # ---- a model's conversations, by every engine ----

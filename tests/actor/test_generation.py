@@ -91,7 +91,7 @@ def test_greedy_slot_decoding_matches_transformers_generate(family):
     prompts = make_prompts(11)
     ours = generation(model)
     written = texts(ours, prompts, greedy=True)
-    assert ours.uses_slots, "it was not our decoding that wrote them"
+    assert ours.uses_slots, "transformers' generate() generated the responses"
     assert written == texts(generation(model, uses_slots=False), prompts, greedy=True)
 
 
@@ -277,7 +277,7 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
         engine.decode(lambda remaining=remaining: next(remaining, True))
     assert not engine.has_jobs
     versions = [row.versions[row.sampled].tolist() for _, row in sorted(found.items())]
-    assert any(0 < sum(of_row) < len(of_row) for of_row in versions), "some response has tokens of both"
+    assert any(0 < sum(of_row) < len(of_row) for of_row in versions), "no response has tokens of both versions"
     assert all(of_row == sorted(of_row) for of_row in versions)
     for row in found.values():
         assert (row.versions[~row.sampled] == -1).all()
@@ -574,7 +574,9 @@ def test_rows_that_an_older_policy_sampled_do_not_test_generation(checkpoint):
     assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(older), older, strict=True))
     newer = [replace(row, logprobs=row.logprobs + row.sampled) for row in generate(policy)]
     both = [*older, *newer]
-    assert torch.equal(padded(policy.sampled_logprobs(both)), padded(policy.logprobs(both))), "it is still checked"
+    assert torch.equal(padded(policy.sampled_logprobs(both)), padded(policy.logprobs(both))), (
+        "generation's log-probs are used unchecked"
+    )
 
 
 @pytest.mark.device

@@ -357,7 +357,7 @@ def test_max_minutes_drops_a_rollout_but_no_update(tmp_path, checkpoints, caplog
     assert critic.trained == summary["steps"] == 1
     assert summary["weights_version"] == FIRST_VERSION + 1
     (ended,) = [record for record in caplog.records if record.message.startswith("ended: actor.max_minutes (1e-06) ")]
-    assert ended.levelname == "INFO", "it is no problem of the run"
+    assert ended.levelname == "INFO", "the end of the run is logged as a problem"
 
 
 def test_run_continues_after_failed_critic_updates(tmp_path, checkpoints, caplog):
@@ -578,7 +578,7 @@ def whole(tmp_path_factory, checkpoints):
     """The run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints))
-    assert validations_of(folder)[0][1]["step"] == 2, "a validation that a stop can interrupt"
+    assert validations_of(folder)[0][1]["step"] == 2, "no validation is left to interrupt"
     return ends(folder)
 
 
@@ -859,7 +859,7 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     changed.samples._sampling = "of another model"
     for each, count in ((again, 6), (other, 0), (changed, 0)):
         each.inputs.record(2, Positions(4))
-        assert len(each.samples.sampled(2)) == count, "none of other sampling settings, model or prompt files"
+        assert len(each.samples.sampled(2)) == count, "groups of other sampling settings, model or prompts are kept"
     found = []
     start = again.collector.start_sampled
     again.collector.start_sampled = lambda rows: (found.append(rows[0][0].prompt.text), start(rows))[1]
@@ -890,7 +890,7 @@ def test_response_that_could_not_be_sampled_is_masked_and_sampled_again_after_a_
     assert [line["train_rollouts/masked_samples"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
     again = make_grpo(tmp_path, checkpoints, **AHEAD, max_failed_fraction=0.0)
     again.inputs.record(2, Positions(4))
-    assert sorted(again.samples.sampled(2)) == [5, 7, 9], "the second group of each step"
+    assert sorted(again.samples.sampled(2)) == [5, 7, 9], "other groups than the second of each step are kept"
     go(again)
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
 

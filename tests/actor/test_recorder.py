@@ -191,7 +191,7 @@ async def test_checkpoint_ahead_of_the_critic_is_set_aside(tmp_path, server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
     await Recorded(tmp_path, server).save(2, 4, 6)
-    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "each save says which checkpoints are there still"
+    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "a save does not name the checkpoints that exist"
     assert saved_steps(root) == [4, 6]
     for server.received in (5, 6):
         assert await Recorded(tmp_path, server).checkpoints.resume() == 4
@@ -365,7 +365,7 @@ async def test_resume_repeats_validations_of_later_steps(tmp_path, server):
     await one.save(2)
     for step in (4, 6):
         await recorder.validations.add("between", step, validation(float(step)), seconds=0.1)
-    assert path.stat().st_ino == file, "it is not written with all before it"
+    assert path.stat().st_ino == file, "the file is rewritten with each line"
     for run, steps in zip(others, ((), (4, 8), (2,)), strict=True):
         await validates(run, *((step, validation(float(step))) for step in steps))
         lines = [(line["step"], line["reward"]) for line in read_jsonl(path)]

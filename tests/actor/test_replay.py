@@ -346,9 +346,11 @@ def test_run_in_progress_is_not_replayed(copy, capsys):
 def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path):
     """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept."""
     first, *later = simulate(tmp_path, 300, starts=3)
-    assert max(later) < 1.1 * first, "bytes"
+    assert max(later) < 1.1 * first, "the samples of a later run take more bytes"
     folder = samples_of(tmp_path)
-    assert [*find_steps(folder, 1, 300).steps] == [*range(288, 301)], "from two steps before the oldest checkpoint"
+    assert [*find_steps(folder, 1, 300).steps] == [*range(288, 301)], (
+        "the steps kept do not start two before the oldest checkpoint"
+    )
     of_both = "26 groups, each a prompt with its responses, of steps 288 to 300; `rlhf-triton replay` reads them"
     assert describe_samples(folder, 300, ahead=0) == of_both
 
@@ -436,7 +438,7 @@ def test_fork_continues_with_the_critic_of_its_step(tmp_path, checkpoints, capsy
         fork = tmp_path / f"fork {step} {change}"
         assert main([str(folder), "--step", str(step), "--fork", str(fork), *change]) == 0
         forked = train_with_critic(load_config(fork / "run.yaml"))
-        assert forked[0] == policy, "the values of the server are always 0"
+        assert forked[0] == policy, "the policy differs, although the server's values are always 0"
         assert (forked[1] == critic) == (not change)
         assert replay(fork, 4, 4) == 0
     shutil.rmtree(folder / "checkpoints" / "critic" / "2")

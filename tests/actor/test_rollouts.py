@@ -236,7 +236,7 @@ def test_slow_group_delays_no_other_group_while_it_is_ahead(inputs):
     even = found("")
     delayed = found(ids(even.groups[5])[2])
     assert delayed.at[:5] == even.at[:5]
-    assert delayed.at[5] == even.at[1] + MEDIAN_S + 100 * MEDIAN_S, "it was started when step 3 began"
+    assert delayed.at[5] == even.at[1] + MEDIAN_S + 100 * MEDIAN_S, "the slow group did not start with step 3"
     assert delayed.at[8] - delayed.at[5] == even.at[8] - even.at[5]
 
 
@@ -252,7 +252,7 @@ def test_groups_without_spread_are_replaced_by_the_next_ones(inputs):
     assert [ids(groups) for groups in found.groups] == [ids(groups) for groups in on_policy.groups]
     assert found.dropped == on_policy.dropped
     assert max(found.staleness) <= 2
-    assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "none is in flight at the end"
+    assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "groups are in flight at the end"
 
 
 def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):
@@ -313,7 +313,7 @@ def test_resume_skips_no_group_that_was_sampled_before_the_checkpoint(inputs, tm
     again = restored(inputs, 4, tmp_path)
     second, after = simulated(again, 9, max_off_policy_steps=2, resumed=True)
     assert [ids(groups) for groups in first.groups + second.groups] == [ids(groups) for groups in whole.groups]
-    assert before.started == undisturbed.started[: 6 * PER_STEP], "steps 5 and 6 are in flight"
+    assert before.started == undisturbed.started[: 6 * PER_STEP], "the groups of steps 5 and 6 are not in flight"
     assert after.started == undisturbed.started[4 * PER_STEP :]
 
 

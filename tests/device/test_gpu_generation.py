@@ -135,7 +135,9 @@ def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint, monkeyp
     monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waits.append((self.stream_id, other.stream_id)))
     assert streams_of(lambda: generate(policy)) == {(GPU, own.stream_id)}
     assert own.priority < 0
-    assert waits == [(own.stream_id, 0), (0, own.stream_id)], "for what was queued before, and for its results"
+    assert waits == [(own.stream_id, 0), (0, own.stream_id)], (
+        "the streams wait for anything but earlier work and results"
+    )
     assert streams_of(lambda: policy.logprobs(generate(policy))) == {(GPU, own.stream_id)}
     assert (GPU, 0) in streams_of(lambda: train(policy, generate(policy)))
 

@@ -113,7 +113,7 @@ class JournalMachine(RuleBasedStateMachine):
             entry = self.journal.accept_save(run_id="run", step=None if ahead is None else step)
             same = [other for other in self.pending if (other.kind, other.step) == ("save", step)]
             if ahead is not None and same:
-                assert entry == min(same), "a save that is repeated while it waits"
+                assert entry == min(same), "a repeated save is another entry"
             else:
                 assert (entry.kind, entry.step) == ("save", step)
                 assert entry > max(same, default=Entry(step, 0, "train"))
@@ -274,7 +274,7 @@ def test_requests_of_an_owner_before_a_rewind_are_refused(journal):
     for step in (1, last):
         journal.finish(Entry(step, 0, "train"), Result(entry=f"{step:08d}.train", weights_version=step, digest="x"))
     journal.forget_covered(last)
-    assert len(journal.results()) == 2, "all but the last step's and the newest rewind's are gone"
+    assert len(journal.results()) == 2, "results remain besides the last step's and the newest rewind's"
     assert journal.owners() == ["second/2", "second/1", "first/1"]
     for late in (Sender("first", 1), Sender("second", 1)):
         for ask in (
@@ -302,7 +302,7 @@ def test_a_rewind_that_failed_does_not_change_the_owner(journal):
     rewound(journal, 0, Sender("old", 1))
     rewound(journal, 0, Sender("new", 1), error="0 cannot be reached")
     assert journal.owners() == ["old/1"]
-    assert rewound(journal, 0, Sender("new", 1)).rank == 3, "a failed one is tried again"
+    assert rewound(journal, 0, Sender("new", 1)).rank == 3, "a failed rewind is not tried again"
 
 
 def test_rewind_removes_the_newest_entries_first(journal, monkeypatch):

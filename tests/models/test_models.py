@@ -258,7 +258,7 @@ def test_swap_leaks_no_objects(tmp_path):
         gc.collect()
         blocks.append(sys.getallocatedblocks())
     gc.unfreeze()
-    assert (blocks[-1] - blocks[5]) / 30 < 10, "objects a swap; there are 20 tensors"
+    assert (blocks[-1] - blocks[5]) / 30 < 10, "a swap leaves 10 or more objects"
 
 
 # ---- micro-batches ----
@@ -339,7 +339,9 @@ def test_reference_logprobs_are_the_same_alone_and_batched(tmp_path, sizes, fami
     model = load_language_model(tmp_path, **SAMPLING)
     sizes.clear()
     assert_direct(tmp_path, model, token_rows(), **SAMPLING)
-    assert (max(sizes), sum(sizes)) == (7, sum(LENGTHS) - len(LENGTHS)), "only positions that predict, a part at a time"
+    assert (max(sizes), sum(sizes)) == (7, sum(LENGTHS) - len(LENGTHS)), (
+        "logits are not computed in parts, of the predicting positions only"
+    )
     plain = load_language_model(tmp_path)
     assert_direct(tmp_path, plain, token_rows(), temperature=1.0, banned_token_ids=[])
     assert [found.tolist() for found in plain.launch(token_rows([1, 1]))()] == [[0], [0]]  # nothing to predict
@@ -440,7 +442,7 @@ def test_head_logprobs_and_gradients_match_full_logits_computed_in_chunks(sizes,
         gradients = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
         results.append([logprobs.detach(), entropies.detach() if with_entropy else None, *gradients])
     close(results[1], results[0])
-    assert sizes == [7, 7, 2] * 2, "forward, and again backward"
+    assert sizes == [7, 7, 2] * 2, "the parts of forward and backward pass differ"
     assert sum(kept) <= hidden.numel() + 2 * targets.numel() + sum(parameter.numel() for parameter in head.parameters())
 
 

@@ -389,8 +389,10 @@ def test_a_started_request_keeps_its_version_without_blocking_others(make_model)
     model.loaded.execute(short)
     model.swap_during(2)
     ran = model.run(9)
-    assert (2, 10) in ran[1:3], "those that have not begun do not wait for the long one"
-    assert sum(rows for version, rows in ran if version == 1) == 30, "the long one's, and no other's"
+    assert (2, 10) in ran[1:3], "requests that have not started wait for the long one"
+    assert sum(rows for version, rows in ran if version == 1) == 30, (
+        "the old version scored other rows than the long request's"
+    )
     assert answers(long)[0].outputs[VALUES].tolist() == [[1]] * 40
     assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
 
@@ -507,7 +509,7 @@ def test_requests_are_answered_while_triton_refuses_counters(make_model, serving
         model.loaded.execute([request := rows_of(3, 10)])
         model.run(3)
         assert answers(request)[0].error is None
-    assert sum(sent) == 9 + 9 + 90, "nothing is lost: nine forward passes of one row of ten tokens"
+    assert sum(sent) == 9 + 9 + 90, "forward passes are missing from the counters"
 
 
 def sentence(text=b"A list"):

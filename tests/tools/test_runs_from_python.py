@@ -159,7 +159,7 @@ def test_models_of_the_hub_are_downloaded(started, tmp_path, monkeypatch):
     run = rt.train("org/model", prompts="p.jsonl", reward="models/here")
     config = load_config(run.config_path)
     assert config.actor.policy.model == tmp_path / "hub" / "org" / "model"
-    assert config.reward.model == tmp_path / "models" / "here", "a folder, although it could be a name"
+    assert config.reward.model == tmp_path / "models" / "here", "a folder is taken for a name on the hub"
 
     def unreachable(name, **_):
         raise OSError("no such host") from ConnectionError("Name or service not known")
@@ -462,7 +462,7 @@ def test_metrics_have_our_names_and_those_of_trl(tmp_path):
     later = run.metrics
     assert np.isnan(later["reward"]).tolist() == [False, False, False, True]
     assert later["frac_reward_zero_std"][3] == 0.75
-    assert "kl" not in later, "without a reference there is none"
+    assert "kl" not in later, "there is a KL without a reference"
     assert "text" not in later
 
 
@@ -484,7 +484,7 @@ def test_samples_report_and_curves_of_a_finished_run(tmp_path):
     figure = run.plot()
     assert len(figure.axes) > 4
     assert figure._repr_svg_().startswith("<?xml")
-    assert 'width="100%"' in figure._repr_svg_(), "not wider than a notebook's cell"
+    assert 'width="100%"' in figure._repr_svg_(), "the figure can be wider than a notebook's cell"
     with pytest.raises(rt.RlhfError, match="when: 'later', must be 'before', 'after' or 'training'"):
         run.samples("later")
     with pytest.raises(rt.RlhfError, match="has no policy yet: the first checkpoint is written"):
@@ -508,7 +508,9 @@ def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path, monkeypatch):
     assert calls[1] == ("upload", {"repo_id": "org/mine", "folder_path": str(run.path / "policy")})
     (run.path / "checkpoints" / "actor" / "5").mkdir(parents=True)
     (run.path / "export" / "step-5").mkdir(parents=True)
-    assert run.policy_path == run.path / "export" / "step-5", "the run failed after this checkpoint"
+    assert run.policy_path == run.path / "export" / "step-5", (
+        "the policy is not of the last checkpoint before the failure"
+    )
     (run.path / "checkpoints" / "actor" / "6").mkdir(parents=True)
     with pytest.raises(rt.RlhfError, match="6"):
         run.policy_path  # noqa: B018

@@ -133,7 +133,9 @@ def conversations(ranks, folder, name="Countdown"):
         found = policy.generate(prompts, seed=3)
         rows = rows_of(found)
         known = zip(policy.sampled_logprobs(rows), rows, strict=True)
-        assert all(each is row.logprobs for each, row in known), "no forward pass contradicts them"
+        assert all(each is row.logprobs for each, row in known), (
+            "log-probs that no forward pass contradicts were replaced"
+        )
     finally:
         policy.close()
     return [[value_of(as_tensor(row)) for row in conversation] for conversation in found]
@@ -210,7 +212,7 @@ def test_other_ranks_end_the_responses_that_rank_0_gives_up(folder):
     """A run that `actor.max_minutes` ends renews the samplers for its validation while they still respond."""
     tokens, answered = on_ranks(2, gives_up, folder)
     assert tokens == gives_up(ALONE, folder)
-    assert {*answered} == {3}, "the first operation was given up by the second"
+    assert {*answered} == {3}, "rank 1 answered the operation that was given up"
 
 
 @pytest.mark.slow
