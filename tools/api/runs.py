@@ -65,7 +65,7 @@ def train(
     wait: bool = True,
     **settings: Any,
 ) -> "Run":
-    """Train a policy as `rlhf-triton run` does, in processes of their own, and return the run.
+    """Train a policy as `rlhf-triton run` does, in separate processes, and return the run.
 
     The YAML that runs is written into the run's folder. A folder that has a run already resumes it.
 
@@ -87,7 +87,7 @@ def train(
             where the YAML has `file.py:name`.
 
     Raises:
-        RlhfError: what `rlhf-triton run` refuses, with its sentence, or why the run failed.
+        RlhfError: `rlhf-triton run` would refuse the arguments, or the run failed; the message says why.
     """
     with new_folder(dir, "train") as folder:
         sections = Sections(folder)
@@ -232,7 +232,7 @@ class Run:
         run = load_run(self.path)
         drawn = pictures(run)
         if not drawn:
-            raise RlhfError(f"{self.path} has no curves yet: these need two steps")
+            raise RlhfError(f"{self.path} has no curves yet: a curve needs two steps")
         picture = StringIO()
         num_rows = math.ceil(len(drawn) / 2)
         with figure_of(picture, (12, 3.5 * num_rows)) as figure:
