@@ -489,7 +489,7 @@ def test_samples_report_and_curves_of_a_finished_run(tmp_path):
         run.samples("later")
     with pytest.raises(rt.RlhfError, match="has no policy yet: the first checkpoint is written"):
         run.policy_path  # noqa: B018
-    with pytest.raises(rt.RlhfError, match=r"run.yaml is missing; resume a run that a command has started with this"):
+    with pytest.raises(rt.RlhfError, match=r"run.yaml is missing, because a command started this run; resume"):
         run.resume()
 
 
