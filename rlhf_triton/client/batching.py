@@ -25,7 +25,7 @@ async def halved(
     Args:
         rows: rows of the request.
         ask: sends a request with the given rows.
-        failure: returns the value to use as the answer of a failed request.
+        failure: returns the value that stands for the answer of a failed request.
         unit: number of consecutive rows that must stay in one request.
 
     Returns:
