@@ -34,7 +34,7 @@ TEMPLATES = "additional_chat_templates"
 def convert_pickled(source: Path, out: Path) -> None:
     """Write the checkpoint `source`, a folder or one of its files, to the new folder `out`, with safetensors weights.
 
-    Heads in pickles of their own go into the weights, their names under that of their file (`regression_layer.` for
+    Heads in separate pickles become part of the weights, with their file's name as prefix (`regression_layer.` for
     `regression_layer.pt`). Dtypes stay; tied weights are stored under each of their names.
 
     Raises:

@@ -74,7 +74,7 @@ def mixture_steps(
     Args:
         traits: of the checkpoint's reward, whose outputs are passed on; see `reward_traits`.
         inputs: inputs of the ensemble that every reward takes.
-        after: additional inputs of the first step: outputs of an earlier step, for which it must wait.
+        after: additional inputs of the first step: outputs of an earlier step, which make it wait for that step.
     """
     steps = []
     sums = dict[str, str]()

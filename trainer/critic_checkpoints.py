@@ -35,7 +35,7 @@ class CriticCheckpoints:
             self._write(asked=False)
 
     def write_last(self) -> None:
-        """Write a checkpoint of the critic, unless the newest one is of the same step; step 0 needs none."""
+        """Write a checkpoint of the critic, unless the newest checkpoint has its step; step 0 needs none."""
         if self.folder.latest() != self.critic.step and self.critic.step:
             self._write(asked=False)
 

@@ -21,7 +21,7 @@ from rlhf_triton.wire.training_payload import TrainPayload
 
 
 class CriticReplay:
-    """The critic after a step, of which it has a checkpoint, or after the start."""
+    """The critic of a run, loaded from the checkpoint of a step, or as it started; trains further steps."""
 
     def __init__(self, config: RunConfig, step: int) -> None:
         """Load the critic after `step`. Raises RlhfError if it has no intact checkpoint of it."""
@@ -45,7 +45,7 @@ class CriticReplay:
         return again
 
     def save(self, new: RunConfig) -> None:
-        """Write the critic into the folder of a new run, so that its sidecar goes on from the same step.
+        """Write the critic into the folder of a new run, so that its sidecar continues after the same step.
 
         Its version 0 is this run's. The step counts as trained, as it would after a rewind to it.
         """

@@ -117,7 +117,7 @@ class CapturedAgents(ConversationRunner):
         return conversation_of(rows_with_prompts, truncated=truncated, error=error)
 
     def _prompt(self, prompt: Prompt, row: CapturedRow) -> Prompt:
-        """Return a row's prompt: what the policy saw before its first reply. Removes these messages from the row."""
+        """Return a row's prompt: what the policy saw before its first reply. Removes its messages from the row."""
         first = row.calls[-1].path[0]
         row.messages = row.messages[len(first.messages) :]
         return Prompt(

@@ -95,7 +95,7 @@ def group_of(record: StoredRecord) -> Group:
 
 
 def describe_damage(payload: bytes) -> str:
-    """Return which field of which sample is damaged in a record's payload, or of which step it is; "" if neither."""
+    """Return which sample and field of a record's payload is damaged, or else the record's step; "" if unknown."""
     where = ""
     with contextlib.suppress(ValueError, LookupError, TypeError, SafetensorError):  # the header is damaged
         record = decoded(payload)

@@ -442,5 +442,5 @@ class ConversationRows:
         return turn
 
     def start_row(self) -> None:
-        """Start a new row; later turns are sampled in it."""
+        """Start a new row, which the later turns extend."""
         self._row = RowId(self._row.number + 1, self._row.conversation)

@@ -174,7 +174,7 @@ class LocalGeneration(Generation):
                     if not is_out_of_memory(error):
                         raise
                     self._merges = False
-                    logger.warning("generation keeps the adapters apart, which is slower: no memory to merge them")
+                    logger.warning("generation is slower: there is no memory to merge the adapters into the weights")
             yield
 
     def _sampling_settings(self) -> SamplingSettings:

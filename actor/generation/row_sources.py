@@ -69,7 +69,7 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a conversation belongs."""
+    """The job of a conversation, and the prompt that it starts from."""
 
     order: int  # number of its job
     job: SamplingJob
@@ -89,7 +89,7 @@ class Jobs:
         return len(self._places)
 
     def add(self, job: SamplingJob) -> dict[int, Prompt]:
-        """Return the prompts of a new job by the numbers of their conversations."""
+        """Add a job, and return its prompts by the number of their conversation."""
         first = self._num_conversations
         for conversation, index in enumerate(job.prompts, first):
             self._places[conversation] = _Place(self._num_jobs, job, index)
@@ -103,7 +103,7 @@ class Jobs:
         return place.job.prompts[place.index]
 
     def new_row(self, row: RowId, tokens: Sequence[int]) -> NewRow:
-        """Return a row with its seed, and with draws that continue those of its earlier turns."""
+        """Return a row with its seed; its draws continue where its earlier turns ended."""
         place = self._places[row.conversation]
         seed = (place.job.seed, place.index + row.number * ROW_STEP)
         draws = None if place.job.greedy else place.draws.setdefault(row.number, uniform_draws(*seed))

@@ -174,7 +174,7 @@ class Decoder:
 
     @torch.no_grad()
     def run(self, row_source: RowSource, is_paused: IsPaused = lambda: False, *, version: int = 0) -> None:
-        """Decode turns until `row_source` has no unfinished conversation, or until `is_paused`; call again to go on.
+        """Decode turns until `row_source` has no unfinished conversation, or until `is_paused`; call again to resume.
 
         Args:
             row_source: at a time, all of its rows have draws, or none.

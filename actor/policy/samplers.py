@@ -83,7 +83,7 @@ class OtherSamplers:
             received.result()
 
     def logprobs(self, compute: OwnLogprobs, rows: Sequence[RolloutRow], *, reference: bool) -> list[np.ndarray]:
-        """Return the log-probs of rows, of which each rank computes a share. Rank 0 only; raises as `_receive`."""
+        """Return the log-probs of rows; each rank computes a share. Called on rank 0 only; raises as `_receive`."""
         self._announce("logprobs", reference=reference)
         shares = [share.tolist() for share in dealt(torch.tensor([len(row.tokens) for row in rows]), self._size)]
         for rank in self._others:

@@ -78,7 +78,7 @@ def exported(prefix: str, metric: MetricSpec) -> str:
 
 
 def panel(number: int, title: str, tables: Mapping[str, Sequence[MetricSpec]], like: dict[str, Any]) -> dict[str, Any]:
-    """Return the panel with a line for each metric of `tables` that names it; its style is that of `like`."""
+    """Return the panel with a line for each metric of `tables` that names it, in the style of the panel `like`."""
     lines = [
         (metric, metric.query.replace("{}", exported(prefix, metric)))
         for prefix, table in tables.items()

@@ -1,7 +1,7 @@
 """The demos' gold score, VADER's human-rated lexicon without technical terms, and its section of the report.
 
-There it is the score of prompt + response, like the reward model's training labels: a negation or a booster at the end
-of the prompt affects the response. For a chat it is that of the reply, which is what the reward model reads.
+For a text, the score is of prompt + response, like the reward model's training labels: a negation or a booster at the
+end of the prompt affects the response. For a chat, it is of the reply alone, which is what the reward model reads.
 """
 
 from collections.abc import Callable

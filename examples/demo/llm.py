@@ -262,7 +262,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> 
 
 
 def _pieces(tokenizer: Any, reply: list[int]) -> list[str]:
-    """Cut a reply into pieces of NEW_TOKENS and return their texts, without those of three words or fewer."""
+    """Cut a reply into pieces of NEW_TOKENS, and return the text of each piece of more than three words."""
     parts = [reply[start : start + NEW_TOKENS] for start in range(0, len(reply), NEW_TOKENS)]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
     return [text for text in texts if len(text.split()) > 3]

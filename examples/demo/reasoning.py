@@ -31,7 +31,7 @@ def prepare(out_dir: Path, quick: bool) -> Path:
     """Return the folder with `policy`, `critic` and the prompt files; build it if needed. Raises RlhfError.
 
     The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling. With
-    `quick` the policy is that of `make demo` in its quick form, and nothing is downloaded.
+    `quick`, it holds the policy of the quick `make demo`, and nothing is downloaded.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise RlhfError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")

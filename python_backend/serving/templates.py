@@ -51,5 +51,5 @@ class RowTemplate:
 
 
 def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None, which stands for a missing column."""
+    """Return the values without None, which means that a row lacks the column."""
     return {name: value for name, value in values.items() if value is not None}

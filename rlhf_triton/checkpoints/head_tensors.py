@@ -191,7 +191,7 @@ def layers_path(names: Iterable[str]) -> str:
 def wrapper_of(config: Mapping[str, Any], tensors: TensorInfos) -> str:
     """Return the prefix that a wrapper such as DistributedDataParallel has added to all names; "" if none.
 
-    If all names start with the body's own name, that is not a wrapper, unless the head's names start with it as well.
+    The body's own name, if all names start with it, is a wrapper only if the head's names start with it as well.
     """
     prefix = ""
     while (common := _common_root(tensors, prefix)) in WRAPPED:

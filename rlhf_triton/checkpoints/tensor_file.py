@@ -36,7 +36,7 @@ def write_tensors(
 ) -> str:
     """Write a safetensors file, byte-identical to `safetensors.torch.save_file`; return its digest.
 
-    Replaces an older file of this name; models mapped from that one keep its weights.
+    Replaces an older file of this name; a model that is mapped from the older file keeps its weights.
 
     Args:
         shapes: dtype and shape of each tensor, by name.

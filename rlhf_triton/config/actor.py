@@ -34,7 +34,10 @@ Tracker: TypeAlias = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", 
 
 
 class PolicySection(TrainedSection):
-    """The policy: its model, how it computes, and which of its weights are trained."""
+    """The policy: its model, how it computes, and which of its weights are trained.
+
+    All weights are trained, unless `lora_rank` or `freeze` is set. docs/scaling.md says what fits which GPU.
+    """
 
     model: Annotated[Path, Resume.FREE] = Path("checkpoints/policy")  # checkpoints compare its weights
     """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
@@ -56,7 +59,10 @@ class PromptFileSection(Section):
 
 
 class PromptsSection(Section):
-    """The training prompts."""
+    """The training prompts: their files, and what happens to those that are too long.
+
+    An epoch takes every row once, in an order that depends on `run.seed`.
+    """
 
     path: Path = Path("data/prompts.jsonl")
     """JSONL, Parquet, Arrow, or a folder written by `save_to_disk` of `datasets`; each row has `text`, chat `messages`,
@@ -85,7 +91,10 @@ class PromptsSection(Section):
 
 
 class VllmSection(Section):
-    """vLLM servers that generate the responses, for `actor.generation.engine: vllm`."""
+    """vLLM servers that generate the responses, for `actor.generation.engine: vllm`.
+
+    `rlhf-triton run` starts one, unless `servers` names your own. See docs/vllm.md.
+    """
 
     servers: tuple[Address, ...] = ()
     """HTTP addresses of the servers, as in `actor.client.servers`; default: `rlhf-triton run` starts one."""
@@ -98,7 +107,10 @@ class VllmSection(Section):
 
 
 class GenerationSection(Section):
-    """How responses are generated."""
+    """How responses are generated: the engine, where a response ends, and how its tokens are sampled.
+
+    Each token's random draw is fixed by `run.seed` and the positions of prompt and token.
+    """
 
     batch_size: Count = 64
     """Responses generated at the same time; halved when a GPU runs out of memory."""
@@ -164,7 +176,11 @@ class CorrectionSection(Section):
 
 
 class AlgorithmSection(Section):
-    """The algorithm: advantages and policy loss."""
+    """The algorithm: advantages and policy loss.
+
+    `name` sets both, and the published defaults of other keys; the other keys replace single parts of it.
+    docs/algorithms.md has formulas and sources.
+    """
 
     name: AlgorithmName = "ppo"
     """Sets advantage function, loss and published defaults of other keys; see docs/algorithms.md. Only `ppo`, `vapo`
@@ -191,7 +207,8 @@ class AlgorithmSection(Section):
     """Log-probs in the denominator of the probability ratio: recomputed by the policy, or from the engine that
     sampled."""
     correction: CorrectionSection | None = None
-    """Importance correction for responses that vLLM or an older policy sampled; default: none."""
+    """Importance correction for responses that vLLM or an older policy sampled; default: none. Its factors multiply the
+    loss: each is the ratio of a token's probability under the policy before the update and under the sampler."""
     max_resampled: CountOrZero = 0
     """Dynamic sampling: how often per step to replace prompts whose responses all have the same score; 0: off."""
     gamma: Fraction = 1.0
@@ -239,7 +256,10 @@ class AlgorithmSection(Section):
 
 
 class KLSection(Section):
-    """The KL divergence from the reference: its penalty and its measurement."""
+    """The KL divergence from the reference: its penalty and its measurement.
+
+    The reference is the initial policy, or with `reference: triton` the model that `reference.model` names.
+    """
 
     reference: Literal["actor", "triton"] = "actor"
     """Where reference log-probs are computed: in the actor, or in tritonserver by the section `reference`'s model."""
@@ -265,7 +285,10 @@ class KLSection(Section):
 
 
 class RewardsSection(Section):
-    """How scores become rewards: normalisation, clipping, then penalties."""
+    """How scores become rewards: normalisation, clipping, then penalties.
+
+    A response without a score is masked and counted, never scored 0.
+    """
 
     normalization: Literal["none", "running", "batch"] = "none"
     """Normalisation of scores: `running`, by the statistics of all scores so far; `batch`, of the rollout. For a fixed
@@ -285,7 +308,10 @@ class RewardsSection(Section):
 
 
 class UpdateSection(Section):
-    """How a rollout is divided into optimizer steps."""
+    """How a rollout is divided into optimizer steps.
+
+    With one epoch, and `minibatch_size` equal to `actor.rollout_size`, a step is one on-policy update.
+    """
 
     epochs: Count = 1
     """Passes over one rollout."""
@@ -297,7 +323,10 @@ class UpdateSection(Section):
 
 
 class ValidationSection(Section):
-    """Validation on held-out prompts."""
+    """Validation on held-out prompts, before the first step, after the last one, and in between if `every` is set.
+
+    The policy with the highest validation reward is kept in `best/`.
+    """
 
     prompts: Path | None = None
     """Held-out prompts, in the formats of `actor.prompts.path`."""

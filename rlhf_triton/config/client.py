@@ -8,7 +8,10 @@ from rlhf_triton.config.fields import Address, Section
 
 
 class ClientSection(Section):
-    """The actor's requests to the servers."""
+    """Requests to the servers: addresses, deadlines, and how long to wait while no server is healthy.
+
+    `actor.client` has those of the actor and the gateway; `RewardClient` and `CriticClient` take their own.
+    """
 
     servers: tuple[Address, ...] = ()
     """HTTP addresses of all servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default: the

@@ -42,7 +42,7 @@ class OptimizerSection(Section):
 
 
 class CriticOptimizerSection(OptimizerSection):
-    """AdamW and the learning-rate schedule of the critic."""
+    """AdamW and the learning-rate schedule of the critic: a linear warm-up, then a cosine from `lr` to `min_lr`."""
 
     length: ClassVar[str] = "trainer.optimizer.max_steps"
 

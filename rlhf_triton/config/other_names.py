@@ -380,7 +380,7 @@ def has_keys(path: str, valid: Collection[str]) -> bool:
 
 
 def closest(name: str, others: Iterable[str]) -> str | None:
-    """Return the one of `others` of which `name` is a misspelling; None if it is of none.
+    """Return the name in `others` that `name` misspells; None if there is none.
 
     Names with a word more, less or different are not alike: `entropy_coef_min` is not `entropy_coef`.
     """

@@ -137,9 +137,11 @@ class TokenRewardSettings(Section):
     generation_prompt: bool = False
     """End a chat with the chat template's prompt for the next reply."""
     logit: LogitSection | None = None
-    """Read the reward from next-token logits; `model` is then a causal LM. Default: a trained head."""
+    """Read the reward from the next-token logits after a row's last token, without generation; `model` is then a causal
+    LM. Default: a trained head. See docs/process-rewards.md."""
     process: ProcessSection | None = None
-    """Reward every step or token. Default: one reward per response."""
+    """Reward every step or token of a response, as process reward models do. Default: one reward per response. See
+    docs/process-rewards.md."""
     score: Literal["auto", "logit", "probability"] = "auto"
     """For `logit` and `process`: `probability` is the sigmoid. `auto`: `probability` for steps with two labels or
     `logit.against`, otherwise `logit`."""

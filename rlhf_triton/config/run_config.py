@@ -62,30 +62,40 @@ class RunConfig(Section):
     """The whole configuration file."""
 
     run: RunSection = RunSection()
-    """Settings shared by all processes."""
+    """Settings shared by all processes: the folder and name of the run, who may read it, and how it logs. The folder
+    decides whether a run starts or resumes. Start all processes of a run with the same values."""
     server: ServerSection = ServerSection()
-    """The tritonserver process. A port of 0 selects a free one (`rlhf-triton run`, `rlhf-triton serve`)."""
+    """The tritonserver process that `rlhf-triton run` and `rlhf-triton serve` start: its addresses, limits and keys.
+    A port of 0 selects a free one. See docs/operating.md for keys, docs/scaling.md for several servers."""
     reward: RewardSection = RewardSection()
-    """The reward model; `model` is not needed if `rewards` contains only functions."""
+    """The reward model, which tritonserver serves as `reward_model`. `model` is not needed if `rewards` contains only
+    functions. By default the folder's own head scores texts in its own chat template;
+    docs/your-models.md has the settings that published models need."""
     rewards: Terms | None = None
     """Terms of a weighted sum of rewards, by name; default: only the reward model, or, with an `environment`, only its
-    own rewards."""
+    own rewards. `model` is the reward model of the section `reward`; every other name is a Python function. See
+    docs/rewards.md."""
     critic: CriticSection = CriticSection()
-    """The critic; needs a `model` if the algorithm has a critic (`ppo`, `vapo`, `sao`), otherwise none is served. A
-    YAML without `actor`, or with only `actor.client`, serves the models that it names for another trainer: `reward` or
-    `rewards`, `critic`, or both."""
+    """The critic, which is served while the sidecar trains it (`trainer`); version 0 is made from `model`. It needs a
+    `model` if the algorithm has a critic (`ppo`, `vapo`, `sao`), otherwise none is served. See docs/live-critic.md."""
     reference: ReferenceSection = ReferenceSection()
-    """The reference model, served if `actor.kl.reference` is `triton`."""
+    """The reference model: the frozen policy from which the KL is measured. tritonserver serves it if
+    `actor.kl.reference` is `triton`; otherwise the actor keeps the initial policy for this."""
     trainer: TrainerSection = TrainerSection()
-    """The critic sidecar."""
+    """The critic sidecar: on which devices the critic is trained, how many optimizer steps an update takes, and when
+    its weights are published. The targets come from the actor, or from a trainer of your own."""
     actor: ActorSection = ActorSection()
-    """The training loop of the policy."""
+    """The training loop of the policy: how long it runs, how many responses a step has, and how far the weights that
+    generate and score them may lag behind. Each subsection is one part of a step."""
     environment: EnvironmentSection | None = None
-    """The environment that answers an agent's turns; default: each response is one turn."""
+    """The environment that answers an agent's turns: a Python class in worker processes, or an agent that calls the
+    policy itself. Default: none, each response is one turn. See docs/environments.md."""
     gateway: GatewaySection = GatewaySection()
-    """The HTTP gateway for other trainers."""
+    """The HTTP gateway for other trainers (`rlhf-triton gateway`). It is a process in front of the servers of
+    `actor.client`, whose settings its requests use. See docs/gateway.md."""
     monitoring: MonitoringSection = MonitoringSection()
-    """Prometheus metrics of actor and sidecar."""
+    """Prometheus metrics of actor and sidecar, which are off unless a port is set. The server's are on
+    `server.metrics_port`. See docs/monitoring.md."""
     report: FunctionSpec | None = None
     """`path/to/file.py:name` or `package.module:name` of a function that adds sections to the run's report."""
 

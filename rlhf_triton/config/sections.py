@@ -291,7 +291,9 @@ class ReferenceSection(ModelSection):
 
 
 class PublishSection(Section):
-    """When and how weights versions are written."""
+    """Publishing of weights versions: when a trained critic replaces the served one, in which form, and how many
+    versions stay on disk.
+    """
 
     every: Count = 1
     """Publish after every n-th critic_train. Scores may then lag by n-1 updates, regardless of `max_staleness`."""
@@ -308,7 +310,6 @@ class TrainerSection(TrainedSection):
     ranks: Annotated[Count, Resume.ROUNDING] = 1
     """Processes that train the critic together, one per GPU (FSDP2). See docs/scaling.md."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
-    """AdamW and the learning-rate schedule of the critic."""
     clip_value: float = 0.2
     """Clip range of the value loss around the rollout's values; <= 0: unclipped squared error."""
     global_batch_size: Count = 64
@@ -323,7 +324,6 @@ class TrainerSection(TrainedSection):
     """gRPC addresses of the critic's servers: `host:port`, or `dns:name:port` for all addresses of a DNS name; default:
     the address of `server`."""
     publish: Annotated[PublishSection, Resume.FREE] = PublishSection()
-    """Publishing of weights versions."""
 
     @property
     def changes_the_model(self) -> bool:

@@ -1,4 +1,4 @@
-"""Keeps transformers from inspecting the inputs of a forward pass, for which the host would wait for the GPU."""
+"""Keeps transformers from inspecting the inputs of a forward pass, which would make the host wait for the GPU."""
 
 import sys
 from typing import Any

@@ -260,7 +260,7 @@ def _as_named(tensors: dict[str, Tensor], kind: Any, config: Any, folder: Path) 
 def unused_tensors(
     info: CheckpointInfo, config: Any, kind: Any, unexpected: Iterable[str], *, starts_at_0: bool = False
 ) -> list[str]:
-    """Return those of the tensors `unexpected`, which class `kind` does not load, that may change the outputs."""
+    """Return the names in `unexpected` (tensors that class `kind` does not load) that may change the outputs."""
     unused = {name for name in unexpected if not is_harmless(name, info.tensors.get(name), info.vocab_size)}
     if not unused:
         return []

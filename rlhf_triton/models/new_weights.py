@@ -54,7 +54,8 @@ def twin_with_head(
     if info.head.num_labels > 1 and info.label_names != origin.label_names:
         raise CheckpointError(
             f"{info.folder}: its labels are {', '.join(info.label_names)}, but the served model's are "
-            f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train on these"
+            f"{', '.join(origin.label_names)}, in this order; correct id2label in {CONFIG_FILE}, or train with "
+            "the served labels"
         )
     check_same_architecture(model_config(origin, 1).to_dict(), info)
     if group is not None or info.tensors.keys() != origin.tensors.keys():

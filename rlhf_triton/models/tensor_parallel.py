@@ -127,7 +127,7 @@ class RankGroup:
         return model, report
 
     def _gather_reasons(self, reason: str) -> dict[int, str]:
-        """Exchange failure reasons between all ranks; return those that are not "", by rank. "" means success."""
+        """Exchange the ranks' reasons for failure, "" for success; return the reasons of the failed ranks, by rank."""
         votes = [""] * self.size
         try:
             dist.all_gather_object(votes, reason, group=self._voters)

@@ -240,7 +240,7 @@ def is_locked(path: Path) -> bool:
 
 
 def sweep_files(folder: Path) -> None:
-    """Delete temporary files that killed writers left in `folder`; keep those of live writers, which are locked."""
+    """Delete temporary files that killed writers left in `folder`; keep the files that live writers have locked."""
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -61,7 +61,7 @@ class RecordPlace:
 
 
 class RecordLog:
-    """Appends to the log in a folder, of which there must be only one writer."""
+    """Appends to the log in a folder, which must have only one writer."""
 
     def __init__(self, folder: Path) -> None:
         make_folder(folder)

@@ -102,7 +102,7 @@ class ServingRecords:
     def last_sign(self, record: ServingRecord) -> float | None:
         """Return when a silent instance on another host last updated its record, in the file server's unix seconds.
 
-        For readers that read the records only once, for which `alive` cannot detect silence. Returns None if the
+        For readers that read the records only once, so that `alive` cannot detect silence. Returns None if the
         instance was active within `REMOTE_SILENCE_S`, its process is visible here, or its record has been removed.
         """
         if record.place == this_place():

@@ -67,7 +67,7 @@ class OneRank:
         return record
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a list of this rank's value."""
+        """Return the values of all ranks, which is only this one's."""
         return [value]
 
     def summed(self, values: Tensor) -> Tensor:

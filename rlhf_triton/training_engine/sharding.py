@@ -1,7 +1,7 @@
 """Shards a model over the ranks with FSDP2.
 
-`fully_shard` is applied from outside the model: parameters become `DTensor`s of which each rank holds a slice, layers
-gather their weights for the forward and backward pass, and gradients are averaged over the ranks.
+`fully_shard` is applied from outside the model. Parameters become `DTensor`s, and each rank holds a slice of them;
+layers gather their weights for the forward and backward pass, and average gradients over the ranks.
 """
 
 import contextlib

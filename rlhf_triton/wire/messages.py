@@ -133,6 +133,6 @@ def without_nulls(value: Any, is_nested: bool = False) -> Any:
     if is_nested and len(without) < len(value):
         warn_once(
             "null-valued keys inside tool calls and tools are left out, because Arrow gives every object the keys of "
-            "all; a template would have written them: to keep those of a call, send its arguments as JSON text"
+            "all objects; to let the template write a call's nulls, send its arguments as JSON text"
         )
     return without

@@ -244,4 +244,6 @@ def test_scores_equal_up_to_rounding_give_zero_advantage(score, count):
     assert group_standardise(rewards, groups, counted).tolist() == nothing
     rewards[1] = score + 1e-2 * abs(score)
     found = float(group_standardise(rewards, groups, counted)[1])
-    assert found == pytest.approx((count - 1) / math.sqrt(count), rel=1e-2), "a difference is one"
+    assert found == pytest.approx((count - 1) / math.sqrt(count), rel=1e-2), (
+        "the advantages are not one standard deviation"
+    )

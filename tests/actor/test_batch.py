@@ -271,7 +271,7 @@ def received(rows, **settings):
     return found[0]
 
 
-def test_components_of_weight_0_are_left_out_and_those_that_do_not_apply_are_nan():
+def test_components_of_weight_0_are_left_out_and_inapplicable_ones_are_nan():
     weights = {"right": 2.0, "short": 0.5, "charted": 0.0}
     terms = (0.0, 8.0, math.nan, 4.0)
     rows = [

@@ -4,9 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
-from test_conversations import model as model  # a fixture
-from test_generation import one_response
+from decoded_responses import one_response
+from generated_conversations import BANNED, EOS, TOKENIZER, generated_rows, prompts_of, sampled_of
 
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.recorded import PolicyTurn
@@ -76,7 +75,7 @@ def test_calls_with_an_edited_context_become_further_rows_of_the_conversation(ag
         assert rows[-1].messages[-2]["content"] == "right"
         assert rows[-1].turns[-1].reward == 1.5
         assert sorted(turn.number for row in rows for turn in row.turns) == [0, 1, 2, 3]
-        assert max(turn.number for turn in rows[-1].turns) == 3, "the conversation ends with its last call"
+        assert max(turn.number for turn in rows[-1].turns) == 3, "the last call is not the conversation's last turn"
         for row in rows:
             assert sampled_of(row) == [token for turn in row.turns for token in turn.tokens]
         turns = read_texts([tuple(replace(row, score=Score()) for row in rows)], TOKENIZER)[0]["turns"]
@@ -110,7 +109,7 @@ def test_agent_failures_and_limits_end_the_conversation_with_the_cause(agents, m
     assert found.ended == (not error and not truncated)
 
 
-def test_agent_gets_no_further_reply_after_one_that_could_not_be_sampled(agents, model, monkeypatch):
+def test_agent_gets_no_further_reply_after_a_reply_fails_to_sample(agents, model, monkeypatch):
     """Its conversation is a failure, although the agent returns a reward; a retry would hold up the step again."""
     calls = []
 

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import itertools
-import string
 import threading
 import types
 from dataclasses import replace
@@ -12,12 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from live_system import TEXTS
+from decoded_responses import one_response
+from generated_conversations import (
+    BANNED,
+    CHATML,
+    EOS,
+    TOKENIZER,
+    generated_rows,
+    prompts_of,
+    random_policy,
+    sampled_of,
+    tokenizer_of,
+)
 from messages import assistant, user
-from random_models import random_llama
 from samples import a_sample, groups_of, make_batch, tokens_of
 from settings import actor_section
-from test_generation import one_response
 from tiny_tokenizers import make_text_tokenizer
 from tokenizers import AddedToken
 
@@ -46,24 +54,10 @@ from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import Sample, load_function
 
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
-CHATML = (
-    "{% if tools %}<|im_start|>system\n{{ tools[0].function.name }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
-def tokenizer_of(content="{{ m.content }}", template=CHATML):
-    """Return a tokenizer whose chat template writes `content` for a message's content."""
-    made = template.replace("{{ m.content }}", content)
-    return make_text_tokenizer("qwen2", [*TEXTS, string.printable], chat_template=made, model_max_length=512)
-
-
-TOKENIZER = tokenizer_of()
 FORGETFUL = tokenizer_of("{{ m.content if loop.last or m.role == 'user' else m.content.split('</think>\n\n')[-1] }}")
 REWRITING = tokenizer_of("{{ '-' if m.role == 'assistant' and not loop.last else m.content }}")
-EOS = TOKENIZER.eos_token_id
-BANNED = [token for token in TOKENIZER.all_special_ids if token != EOS]
 
 
 def asked(text="Play.", **columns):
@@ -131,10 +125,6 @@ def talk_in_rows(
 
     found = asyncio.run_coroutine_threadsafe(agent.run(prompt, 5, Scripted()), agent.loop).result()
     return found, seen
-
-
-def sampled_of(row):
-    return row.tokens[row.sampled].tolist()
 
 
 # ---- one conversation, with a scripted policy ----
@@ -271,7 +261,7 @@ def test_check_prompts_reports_a_template_that_leaves_out_tools(agents, caplog):
         else:
             agent.check_prompts(chats)
             found, _ = talk(agent, ["Done."], replace(PROMPT, metadata={"messages": [PROBE_MESSAGE]}))
-            assert "tools" not in found.prompt.metadata, "a reward model would read what the policy does not"
+            assert "tools" not in found.prompt.metadata, "a reward model would read tools that the policy does not"
     agent.check_prompts([Prompt("0", "Count.", np.array([5]))])
     assert ["chat template" in record.message for record in caplog.records] == [True, False]
 
@@ -413,42 +403,10 @@ def test_conversation_fails_if_a_text_has_a_token_beyond_the_policys_embeddings(
     (found,) = done[0]
     assert (len(found.turns), found.truncated) == (turns, "")
     assert "token 160 ('<|extra|>') is outside the policy's 160 embeddings" in found.error
-    assert found.tokens.max(initial=0) < 160, "the policy computes log-probs of the row"
+    assert found.tokens.max(initial=0) < 160, "a token is outside the policy's vocabulary"
 
 
 # ---- a model's conversations, by every engine ----
-
-
-@pytest.fixture(scope="module")
-def model():
-    """Return a policy with random weights whose replies end on their own now and then."""
-    return random_policy(6.0)
-
-
-def random_policy(bias):
-    """Return a policy with random weights and a bias for the end-of-reply token."""
-    made = random_llama("policy", seed=1, vocab_size=160, max_position_embeddings=512, initializer_range=0.3).eval()
-    added = bias * torch.nn.functional.one_hot(torch.tensor(EOS), 160)
-    made.lm_head.register_forward_hook(lambda _, __, logits: logits + added)
-    return made
-
-
-def prompts_of(count):
-    said = [user("Play." * (i % 3)) for i in range(count)]
-    return [Prompt(str(i), "", np.array([5]), {"messages": [said[i]], "turns": 1 + i % 4}) for i in range(count)]
-
-
-def generated_rows(model, agent, prompts, uses_slots=None, **settings):
-    """Return the rows of one conversation per prompt."""
-    given = {"max_new_tokens": 8, "generation_batch_size": 3, **settings}
-    engine = LocalGeneration(
-        model, TOKENIZER, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=BANNED
-    )
-    engine.uses_slots = uses_slots
-    engine.runner = agent
-    found = {}
-    engine.run_rows(dict(enumerate(prompts)), lambda i, rows: found.update({i: rows}), seed=3)
-    return [found[i] for i in range(len(prompts))]
 
 
 def generated(*given, **settings):

@@ -73,7 +73,7 @@ async def test_trl_environment_class_runs_unchanged():
         assert await one.reward() == 0.0
         assert await one.call("increment", {"step": target}) == str(target)
         assert await one.reward() == 1.0
-        assert await other.call("increment", {"step": 1}) == "1", "it has a counter of its own"
+        assert await other.call("increment", {"step": 1}) == "1", "two instances share a counter"
 
 
 async def test_tool_call_errors_are_returned_as_the_tools_answer(tmp_path):
@@ -81,7 +81,7 @@ async def test_tool_call_errors_are_returned_as_the_tools_answer(tmp_path):
     name = f"{FILE}:Tools"
     async with running("Tools", options={"log": str(log)}, reward=f"{FILE}:by_state") as environments:
         assert [tool["function"]["name"] for tool in environments.tools or []] == ["fail", "look"]
-        assert log.read_text() == "closed", "an instance that was made for its tools alone"
+        assert log.read_text() == "closed", "the instance that was made to list the tools is open"
         one, other = [await environments.open({"target": 4, "prompt": "p", "x": 1}) for _ in range(2)]
         assert one.observation is None
         calls = [
@@ -153,7 +153,7 @@ async def test_invalid_results_and_exceptions_fail_only_their_call():
             assert await failure(one.step(action)) == f"step: {cause}"
         for action in ("dict", "raise", "stop", "exit", "memory"):
             assert await failure(environments.open({"do": action})) == f"reset: {causes[action]}"
-        assert await one.step("fork") == StepResult("fork", 4.0, False), "once"
+        assert await one.step("fork") == StepResult("fork", 4.0, False), "the forked process answered, too"
         assert await one.step("print") == StepResult("print", 5.0, False)
         assert await one.step("five") == StepResult("five", 1.0, True)
         assert await one.step("no reward") == StepResult("a", None, False)
@@ -169,7 +169,7 @@ async def test_dead_worker_fails_its_own_instances_and_is_replaced():
     async with running(workers=2) as environments:
         one, two, three = [await environments.open({}) for _ in range(3)]
         pids = [int((await instance.step("pid")).observation) for instance in (one, two, three)]
-        assert pids[0] == pids[2] != pids[1], "the worker with the fewest instances"
+        assert pids[0] == pids[2] != pids[1], "a new instance is not in the worker with the fewest"
         dead = "the worker process ended with exit code 3"
         hanging = asyncio.create_task(failure(three.step("hang")))
         assert await failure(one.step("die")) == f"step: {dead}"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from decoded_responses import asking, one_response, responses
 from samples import logprobs_of, tokens_of
 from settings import actor_section
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -23,7 +24,7 @@ from rlhf_triton.actor.data.rollout_rows import PolicyTurn, padded, row_of_respo
 from rlhf_triton.actor.generation import shared_prompts
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.generation.engine import LocalGeneration
-from rlhf_triton.actor.generation.row_sources import NewRow, PromptSource, RowId, SamplingJob, uniform_draws
+from rlhf_triton.actor.generation.row_sources import NewRow, RowId, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
@@ -90,7 +91,7 @@ def test_greedy_slot_decoding_matches_transformers_generate(family):
     prompts = make_prompts(11)
     ours = generation(model)
     written = texts(ours, prompts, greedy=True)
-    assert ours.uses_slots, "it was not our decoding that wrote them"
+    assert ours.uses_slots, "transformers' generate() generated the responses"
     assert written == texts(generation(model, uses_slots=False), prompts, greedy=True)
 
 
@@ -100,19 +101,6 @@ def test_slot_decoding_handles_a_response_that_just_fits_the_models_positions():
     ours, theirs = (generation(model, max_new_tokens=1, uses_slots=slots) for slots in (None, False))
     assert texts(ours, prompts, greedy=True) == texts(theirs, prompts, greedy=True)
     assert ours.uses_slots
-
-
-def asking(prompts, found, draws, *, most):
-    """Asks for a response to each of these prompts, which goes into `found`."""
-
-    def finished(index, conversation):
-        found[index] = responses([*conversation])[0]
-
-    source = PromptSource(max_new_tokens=most)
-    next_rows = source.next_rows
-    source.next_rows = lambda **wait: [replace(row, draws=draws(row.index)) for row in next_rows(**wait)]
-    source.add(SamplingJob({i: Prompt("", "", tokens) for i, tokens in enumerate(prompts)}, finished, seed=0))
-    return source
 
 
 def test_slot_cache_is_allocated_once_and_reused_for_all_rows(monkeypatch):
@@ -234,12 +222,6 @@ class Talk:
         )
 
 
-def one_response(decoder, tokens, draws, most):
-    found = {}
-    decoder.run(asking([np.array(tokens)], found, lambda _: draws, most=most))
-    return found[0]
-
-
 @pytest.mark.parametrize(
     ("name", "slots", "budget"),
     [
@@ -295,7 +277,7 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
         engine.decode(lambda remaining=remaining: next(remaining, True))
     assert not engine.has_jobs
     versions = [row.versions[row.sampled].tolist() for _, row in sorted(found.items())]
-    assert any(0 < sum(of_row) < len(of_row) for of_row in versions), "some response has tokens of both"
+    assert any(0 < sum(of_row) < len(of_row) for of_row in versions), "no response has tokens of both versions"
     assert all(of_row == sorted(of_row) for of_row in versions)
     for row in found.values():
         assert (row.versions[~row.sampled] == -1).all()
@@ -396,7 +378,7 @@ def test_out_of_memory_restarts_rows_with_the_same_draws(uses_slots, monkeypatch
     assert (written_by.memory.num_halvings, written_by.memory.size) == (2, 2)
 
 
-def test_out_of_memory_halves_what_was_in_decoding_also_of_jobs_added_meanwhile(monkeypatch):
+def test_out_of_memory_halves_the_decoding_rows_of_all_jobs(monkeypatch):
     model = make_model("llama", eos_bias=-2.0)
     prompts = [Prompt("", "", tokens) for tokens in make_prompts(9)]
     engine = generation(model, uses_slots=True, generation_batch_size=8)
@@ -432,10 +414,6 @@ def generate(policy, *, prompts=PROMPTS, seed=0, **settings):
         assert 1 <= len(response) <= 12
         assert not set(response) & set(policy.banned_ids)
     return rows
-
-
-def responses(rows):
-    return [row.tokens[row.sampled].tolist() for row in rows]
 
 
 def ends(rows):
@@ -587,7 +565,7 @@ def test_generation_logprobs_are_used_after_the_check(checkpoint, monkeypatch):
     assert passes == [len(PROMPTS)]
 
 
-def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint):
+def test_rows_that_an_older_policy_sampled_do_not_test_generation(checkpoint):
     """A resumed run may begin with rows that an older policy sampled, which differ from forward passes."""
     policy = make_policy(checkpoint, precision="float32", max_off_policy_steps=1, old_logprobs="sampler")
     older = generate(policy)
@@ -596,7 +574,9 @@ def test_logprobs_of_an_older_policy_say_nothing_about_generation(checkpoint):
     assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(older), older, strict=True))
     newer = [replace(row, logprobs=row.logprobs + row.sampled) for row in generate(policy)]
     both = [*older, *newer]
-    assert torch.equal(padded(policy.sampled_logprobs(both)), padded(policy.logprobs(both))), "it is still checked"
+    assert torch.equal(padded(policy.sampled_logprobs(both)), padded(policy.logprobs(both))), (
+        "generation's log-probs are used unchecked"
+    )
 
 
 @pytest.mark.device

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from samples import groups_of, make_batch, rewarded
 from settings import actor_section
 from tiny_tokenizers import save_chat_policy
+from training_runs import PATIENCE_S, PPO, Crash, Server, by_text, go, go_until, make_ppo
 
 import rlhf_triton.actor.loop
 import rlhf_triton.actor.run.recorder
@@ -52,7 +53,6 @@ from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
-from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config import load_config
 from rlhf_triton.errors import NotFinite, RlhfError
@@ -60,53 +60,8 @@ from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.tools.status import status
-from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
-PATIENCE_S = 120.0
 STEPS = 3
-
-
-def by_text(text):
-    return float((3 * sum(text.encode()) + len(text)) % 7)
-
-
-class Server:
-    """Rewards that depend on the texts alone, and a critic that is trained at once."""
-
-    def __init__(self, reward=by_text):
-        self.counters = RequestCounters()
-        self.tokenizer = None
-        self.reward = reward
-
-    async def describe(self, model):
-        return ServedModel.of({"tokenizer_fingerprint": fingerprint(self.tokenizer)})
-
-    async def score_sentences(self, texts, *_, **__):
-        return {REWARDS: np.asarray([[self.reward(text)] for text in texts], np.float32)}
-
-    async def score(self, rows, *_, **__):
-        values = np.zeros((len(rows), max(map(len, rows))), np.float32)
-        return {VALUES: values, WEIGHTS_VERSION: np.zeros((len(rows), 1), np.int64)}
-
-    async def train(self, payload, *, run_id, step):
-        return TrainAnswer(0.0, step)
-
-    async def save(self, **_):
-        return 0
-
-    rewind = save
-
-
-def make_ppo(folder, checkpoints, server=None, **actor):
-    config = make_run(folder, checkpoints, actor=actor).config
-    server = server or Server()
-    run = TrainingRun(config, server)
-    server.tokenizer = run.policy.tokenizer
-    return run
-
-
-def go(run):
-    return asyncio.run(asyncio.wait_for(run.run(), PATIENCE_S))
 
 
 # ---- collect: what waits for what, and that the rows' order of ending never shows ----
@@ -402,10 +357,10 @@ def test_max_minutes_drops_a_rollout_but_no_update(tmp_path, checkpoints, caplog
     assert critic.trained == summary["steps"] == 1
     assert summary["weights_version"] == FIRST_VERSION + 1
     (ended,) = [record for record in caplog.records if record.message.startswith("ended: actor.max_minutes (1e-06) ")]
-    assert ended.levelname == "INFO", "it is no problem of the run"
+    assert ended.levelname == "INFO", "the end of the run is logged as a problem"
 
 
-def test_a_run_goes_on_after_failed_critic_updates(tmp_path, checkpoints, caplog):
+def test_run_continues_after_failed_critic_updates(tmp_path, checkpoints, caplog):
     """Step 4 is the last one, so the failure occurs in the middle of the run and at its end."""
     summary = go(watched_run(tmp_path, checkpoints, SlowCritic(fails=(1, 4)), steps=4, checkpoint_every=2))
     assert (summary["failed_critic_updates"], summary["weights_version"]) == (2, FIRST_VERSION + 2)
@@ -535,7 +490,7 @@ def test_grace_period_is_bounded():
     assert "stopped after step 7, whose checkpoint is written: the grace period of 0.1 s expired; the next" in errors
 
 
-async def test_or_done_returns_finished_work_and_cancels_it_on_stop():
+async def test_or_done_returns_finished_work_and_cancels_pending_work_on_stop():
     stop = Stop()
     works = [asyncio.ensure_future(asyncio.sleep(600)) for _ in range(2)]
     assert await stop.or_done(asyncio.sleep(0, "result")) == "result"
@@ -623,7 +578,7 @@ def whole(tmp_path_factory, checkpoints):
     """The run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_grpo(folder, checkpoints))
-    assert validations_of(folder)[0][1]["step"] == 2, "a validation that a stop can interrupt"
+    assert validations_of(folder)[0][1]["step"] == 2, "no validation is left to interrupt"
     return ends(folder)
 
 
@@ -703,7 +658,7 @@ def whole_short(tmp_path_factory, checkpoints):
 
 
 @pytest.mark.parametrize(("end", "settings"), [*((end, {}) for end in ENDS), ("gradient", OFF_POLICY)], ids=str)
-def test_run_saves_its_last_complete_step_whatever_ends_it(tmp_path, checkpoints, whole_short, end, settings, caplog):
+def test_run_saves_its_last_complete_step_after_any_end(tmp_path, checkpoints, whole_short, end, settings, caplog):
     """The next start continues as if the run had never ended."""
     prepare, kind, told = ENDS[end]
     shown = {**SHORT, **settings}
@@ -756,7 +711,7 @@ def test_incomplete_steps_are_not_checkpointed(tmp_path, checkpoints, prepare, l
     assert not saved_steps(tmp_path / "checkpoints" / "actor")
 
 
-def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path, checkpoints):
+def test_stop_keeps_the_checkpoint_before_its_own(tmp_path, checkpoints):
     """The critic, whose server was lost, may never receive the update of the last step."""
     settings = {"checkpoint_every": 1, "keep_checkpoints": 1, "validation_size": 0, "warmup_steps": 0}
     go(make_grpo(tmp_path, checkpoints, **settings, steps=1))
@@ -818,46 +773,6 @@ def watched_batches(run):
     return batches
 
 
-class Crash(BaseException):
-    """Ends a run where it is, without `leave`."""
-
-
-def go_until(run, owner, name, call, *, crash=False):
-    """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
-    original = getattr(owner, name)
-    calls = []
-    asked = threading.Event()
-
-    async def main():
-        loop = asyncio.get_running_loop()
-
-        def hold():
-            calls.append(None)
-            if len(calls) == call:
-                if crash:
-                    raise Crash("crashed")
-                loop.call_soon_threadsafe(lambda: (run.stop.request(), asked.set()))
-                assert asked.wait(PATIENCE_S)
-
-        def watched(*args, **kwargs):
-            hold()
-            return original(*args, **kwargs)
-
-        @contextlib.contextmanager
-        def watched_context():
-            with original():
-                hold()
-                time.sleep(0.3)  # long enough for a checkpoint that does not wait
-                yield
-
-        setattr(owner, name, watched_context if name == "disable_adapter" else watched)
-        await asyncio.wait_for(run.run(), PATIENCE_S)
-
-    with pytest.raises(Crash if crash else Stopped) as ended:
-        asyncio.run(main())
-    return str(ended.value)
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "call", "done"),
     [
@@ -890,7 +805,7 @@ def test_validation_interrupted_by_a_crash_is_repeated(tmp_path, checkpoints, wh
 
 
 @pytest.mark.parametrize(("name", "call", "crash"), [("decode", 9, True), ("decode", 14, False), ("logprobs", 4, True)])
-def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(tmp_path, checkpoints, name, call, crash):
+def test_each_prompt_trains_once_after_any_end_with_groups_in_flight(tmp_path, checkpoints, name, call, crash):
     """None is lost or repeated, however many of later steps were in flight, and no token is older than allowed."""
     ahead = {"max_off_policy_steps": 2, "correction": {"mode": "clip"}}
     settings = {**SHORT, **ahead, "steps": 8, "checkpoint_every": 2, "logged_texts": 4}
@@ -944,7 +859,7 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     changed.samples._sampling = "of another model"
     for each, count in ((again, 6), (other, 0), (changed, 0)):
         each.inputs.record(2, Positions(4))
-        assert len(each.samples.sampled(2)) == count, "none of other sampling settings, model or prompt files"
+        assert len(each.samples.sampled(2)) == count, "groups of other sampling settings, model or prompts are kept"
     found = []
     start = again.collector.start_sampled
     again.collector.start_sampled = lambda rows: (found.append(rows[0][0].prompt.text), start(rows))[1]
@@ -975,12 +890,9 @@ def test_response_that_could_not_be_sampled_is_masked_and_sampled_again_after_a_
     assert [line["train_rollouts/masked_samples"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1, 1]
     again = make_grpo(tmp_path, checkpoints, **AHEAD, max_failed_fraction=0.0)
     again.inputs.record(2, Positions(4))
-    assert sorted(again.samples.sampled(2)) == [5, 7, 9], "the second group of each step"
+    assert sorted(again.samples.sampled(2)) == [5, 7, 9], "other groups than the second of each step are kept"
     go(again)
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 6
-
-
-PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
 
 
 def test_kl_coefficient_adapts_only_after_the_critics_warmup(tmp_path, checkpoints):

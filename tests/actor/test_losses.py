@@ -115,7 +115,7 @@ def test_k3_loss_of_one_token_is_bounded_with_a_nonzero_gradient(distance):
 
 
 @pytest.mark.parametrize("mode", DIVERGENCES)
-def test_gates_mask_tokens_that_became_certain_or_impossible_and_keep_those_that_stayed_so(mode):
+def test_gates_mask_tokens_that_became_certain_or_impossible_but_not_unchanged_ones(mode):
     sampled = torch.tensor([[0.0, -200.0, 0.0, -200.0, -math.inf]])
     logprobs = torch.tensor([[-200.0, 0.0, 0.0, -200.0, math.nan]])
     mask = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]])

@@ -137,7 +137,7 @@ def test_gate_masks_tokens_or_responses_that_moved_too_far(checkpoint, level):
     assert found["importance_masked"] == pytest.approx(float(masked.sum() / batch.mask.sum()))
 
 
-def test_correction_of_mode_none_trains_on_the_plain_ratio(checkpoint):
+def test_correction_mode_none_trains_on_the_plain_ratio(checkpoint):
     """One step off policy, the old log-probs are those of the policy before the update, and there is no factor."""
     policy = make_policy(checkpoint, max_off_policy_steps=1, algorithm_correction={"mode": "none"})
     batch = make_batch(policy)

@@ -152,7 +152,7 @@ def test_messages_need_a_chat_template(tmp_path):
 
 
 @pytest.mark.parametrize("family", sorted(CHATS))
-def test_bos_comes_from_tokenizer_for_texts_and_template_for_chats(tmp_path, family):
+def test_tokenizer_adds_bos_to_texts_and_the_template_to_chats(tmp_path, family):
     """A response follows, so there is no [SEP] and no EOS; `sentences` start with the same tokens (`encode_text`)."""
     tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
     text = "the words of a text"

@@ -187,11 +187,11 @@ async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_pa
     assert run.critic.staleness([2, 3, 3, 9], step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
-async def test_checkpoint_whose_update_the_critic_never_received_is_set_aside(tmp_path, server):
+async def test_checkpoint_ahead_of_the_critic_is_set_aside(tmp_path, server):
     """The run ended while no server answered; the one before counts, also after the critic has that step again."""
     root = tmp_path / "checkpoints" / "actor"
     await Recorded(tmp_path, server).save(2, 4, 6)
-    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "each save says which checkpoints are there still"
+    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "a save does not name the checkpoints that exist"
     assert saved_steps(root) == [4, 6]
     for server.received in (5, 6):
         assert await Recorded(tmp_path, server).checkpoints.resume() == 4
@@ -365,7 +365,7 @@ async def test_resume_repeats_validations_of_later_steps(tmp_path, server):
     await one.save(2)
     for step in (4, 6):
         await recorder.validations.add("between", step, validation(float(step)), seconds=0.1)
-    assert path.stat().st_ino == file, "it is not written with all before it"
+    assert path.stat().st_ino == file, "the file is rewritten with each line"
     for run, steps in zip(others, ((), (4, 8), (2,)), strict=True):
         await validates(run, *((step, validation(float(step))) for step in steps))
         lines = [(line["step"], line["reward"]) for line in read_jsonl(path)]
@@ -644,7 +644,7 @@ def test_step_metrics_are_exported_to_prometheus_and_tensorboard(tmp_path):
     assert "allowed_staleness" not in shown(RunConfig.model_validate(without), RequestCounters(), lambda _: None)
 
 
-def test_resumed_metrics_log_drops_the_steps_it_repeats(tmp_path):
+def test_resumed_metrics_log_drops_repeated_steps(tmp_path):
     log = log_of(tmp_path)
     for step in (1, 2, 3):
         log.write(step, {"a": float(step)})
@@ -750,7 +750,7 @@ def test_tracker_names_match_accelerates():
     assert {*get_args(Tracker), "tensorboard"} == LOGGER_TYPE_TO_CLASS.keys()
 
 
-def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(said, tmp_path, monkeypatch, caplog):
+def test_failing_tracker_is_disabled_and_the_other_one_continues(said, tmp_path, monkeypatch, caplog):
     def refuse(self, values, step):
         raise ConnectionError("the tracking server is away")
 

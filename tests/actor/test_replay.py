@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from samples import groups_of, scored_samples
 from sidecar_rig import Instance
 from simulated_journal import simulate
-from test_loop import PPO, Server, go, go_until, make_ppo
+from training_runs import PPO, Server, go, go_until, make_ppo
 
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import TrainingRun
@@ -326,7 +326,7 @@ def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, ca
         ("--step 1", flip_a_bit, "): `logprobs`; restore the file"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_in_one_sentence(arguments, prepare, told, copy, capsys):
+def test_impossible_replays_and_forks_are_refused_in_one_sentence(arguments, prepare, told, copy, capsys):
     if prepare is not None:
         prepare(copy)
     before = [*copy.rglob("*")]
@@ -346,9 +346,11 @@ def test_run_in_progress_is_not_replayed(copy, capsys):
 def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path):
     """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept."""
     first, *later = simulate(tmp_path, 300, starts=3)
-    assert max(later) < 1.1 * first, "bytes"
+    assert max(later) < 1.1 * first, "the samples of a later run take more bytes"
     folder = samples_of(tmp_path)
-    assert [*find_steps(folder, 1, 300).steps] == [*range(288, 301)], "from two steps before the oldest checkpoint"
+    assert [*find_steps(folder, 1, 300).steps] == [*range(288, 301)], (
+        "the steps kept do not start two before the oldest checkpoint"
+    )
     of_both = "26 groups, each a prompt with its responses, of steps 288 to 300; `rlhf-triton replay` reads them"
     assert describe_samples(folder, 300, ahead=0) == of_both
 
@@ -426,7 +428,7 @@ def train_with_critic(config):
     return [{name: tensor.tolist() for name, tensor in load_file(file).items()} for file in sorted(files)]
 
 
-def test_fork_of_a_run_with_a_critic_goes_on_with_the_critic_of_its_step(tmp_path, checkpoints, capsys):
+def test_fork_continues_with_the_critic_of_its_step(tmp_path, checkpoints, capsys):
     """Forks start at a checkpoint and at a step without one; an unchanged fork trains both models as the run did."""
     folder = tmp_path / "run"
     policy, critic = train_with_critic(make_run(folder, checkpoints, actor={**SETTINGS, **PPO, "steps": 4}).config)
@@ -436,7 +438,7 @@ def test_fork_of_a_run_with_a_critic_goes_on_with_the_critic_of_its_step(tmp_pat
         fork = tmp_path / f"fork {step} {change}"
         assert main([str(folder), "--step", str(step), "--fork", str(fork), *change]) == 0
         forked = train_with_critic(load_config(fork / "run.yaml"))
-        assert forked[0] == policy, "the values of the server are always 0"
+        assert forked[0] == policy, "the policy differs, although the server's values are always 0"
         assert (forked[1] == critic) == (not change)
         assert replay(fork, 4, 4) == 0
     shutil.rmtree(folder / "checkpoints" / "critic" / "2")

@@ -224,7 +224,7 @@ def test_steps_ahead_are_faster_and_no_token_is_older_than_allowed(inputs, ahead
     assert synchronous.at[-1] / found.at[-1] >= 1.4
 
 
-def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs):
+def test_slow_group_delays_no_other_group_while_it_is_ahead(inputs):
     """Its own step waits for it; the responses of the steps after it are complete by then."""
 
     def found(slow):
@@ -236,7 +236,7 @@ def test_a_slow_group_delays_no_other_one_for_the_steps_that_it_is_ahead(inputs)
     even = found("")
     delayed = found(ids(even.groups[5])[2])
     assert delayed.at[:5] == even.at[:5]
-    assert delayed.at[5] == even.at[1] + MEDIAN_S + 100 * MEDIAN_S, "it was started when step 3 began"
+    assert delayed.at[5] == even.at[1] + MEDIAN_S + 100 * MEDIAN_S, "the slow group did not start with step 3"
     assert delayed.at[8] - delayed.at[5] == even.at[8] - even.at[5]
 
 
@@ -252,7 +252,7 @@ def test_groups_without_spread_are_replaced_by_the_next_ones(inputs):
     assert [ids(groups) for groups in found.groups] == [ids(groups) for groups in on_policy.groups]
     assert found.dropped == on_policy.dropped
     assert max(found.staleness) <= 2
-    assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "none is in flight at the end"
+    assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "groups are in flight at the end"
 
 
 def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):
@@ -278,7 +278,7 @@ def test_scoring_waits_for_the_critic_of_the_step_that_takes_the_group(inputs):
         run_simulated(main(max_staleness=max_staleness))
 
 
-def test_version_to_demand_never_decreases_however_many_wait_for_it():
+def test_demanded_version_never_decreases_with_many_waiting_requests():
     async def main():
         critic = RemoteCritic(None, RunSection(), is_trained=True, publish_every=1)
         served = [asyncio.get_running_loop().create_future() for _ in range(3)]
@@ -313,7 +313,7 @@ def test_resume_skips_no_group_that_was_sampled_before_the_checkpoint(inputs, tm
     again = restored(inputs, 4, tmp_path)
     second, after = simulated(again, 9, max_off_policy_steps=2, resumed=True)
     assert [ids(groups) for groups in first.groups + second.groups] == [ids(groups) for groups in whole.groups]
-    assert before.started == undisturbed.started[: 6 * PER_STEP], "steps 5 and 6 are in flight"
+    assert before.started == undisturbed.started[: 6 * PER_STEP], "the groups of steps 5 and 6 are not in flight"
     assert after.started == undisturbed.started[4 * PER_STEP :]
 
 
@@ -339,7 +339,7 @@ def test_resumed_run_resamples_with_the_same_seeds(inputs, tmp_path):
     assert after.started == undisturbed.started[-len(after.started) :]
 
 
-def test_resumed_run_samples_again_what_is_too_old_for_its_step(inputs):
+def test_resumed_run_resamples_groups_that_are_too_old_for_their_step(inputs):
     """An earlier process may have been allowed more steps ahead."""
     first, _ = simulated(inputs, 1)
     kept = {}

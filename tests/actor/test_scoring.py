@@ -282,7 +282,7 @@ def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer):
     assert are_scored(score(client, tokenizer, rows)) == [False, False]
     answer |= {"rewards": [[6.0], [3.0]], "step_rewards": [[NAN, 0], [0.125, 0]]}
     charted = score(Client(answer, **{**names, "reward_weights": "[0.0, 3.0]"}), tokenizer, rows)
-    assert are_scored(charted) == [True, True], "steps of weight 0 only chart, whatever they are"
+    assert are_scored(charted) == [True, True], "steps of weight 0 mask a row"
     assert not any(row.score.steps.any() for row in charted)
 
 
@@ -399,7 +399,7 @@ async def test_group_that_mixes_reward_versions_is_scored_again(answers, version
             assert row.score.failure == "503" or "changed more than" in row.score.failure
             continue
         found = [row.score.reward, row.score.outcome, row.score.components["model"], float(row.score.steps.sum())]
-        assert found == [100 * version + i] * 4, "a reward belongs to its version and row"
+        assert found == [100 * version + i] * 4, "a reward is of another version or row"
         assert (row.score.values == 7).all()
 
 

@@ -69,10 +69,10 @@ async def test_vllm_loads_each_new_policy_version_before_generating(setup):
         here = setup(server)
         for _ in range(2):
             assert await run(here) == [PolicyTurn(END, True, [-0.5] * 4)] * 3
-        assert [path.name for path in server.loaded] == ["1"], "loaded once for both"
+        assert [path.name for path in server.loaded] == ["1"], "the weights are not loaded once for both ranks"
         here.policy.renew_sampler()
         await run(here)
-        assert len(server.loaded) == 1, "unchanged weights are not written again"
+        assert len(server.loaded) == 1, "unchanged weights are written again"
         for version in ("2", "3"):
             here.update()
             await run(here)
@@ -82,11 +82,13 @@ async def test_vllm_loads_each_new_policy_version_before_generating(setup):
         assert kept == {"2", "3", "CURRENT", f"{server.url}.lock"}
         assert server.calls.count("/resume") == server.calls.count("/pause") == 3
         server.answer = lambda request: {"token_ids": [5] * 8, "finish_reason": "length"}
-        assert await run(here) == [PolicyTurn([5] * 8, False, [-0.5] * 8)] * 3, "at its longest it has not ended"
+        assert await run(here) == [PolicyTurn([5] * 8, False, [-0.5] * 8)] * 3, (
+            "a response of the maximum length counts as ended"
+        )
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
-async def test_responses_in_progress_go_on_with_new_weights_or_with_their_adapters(setup, lora_rank):
+async def test_responses_in_progress_continue_with_new_weights_or_with_their_adapters(setup, lora_rank):
     """Each token has the step of the weights that sampled it; later requests wait for the new ones."""
     ahead = {"max_off_policy_steps": 1, "algorithm": {"old_logprobs": "sampler"}}
     async with FakeVllm() as server:
@@ -119,7 +121,9 @@ async def test_responses_in_progress_go_on_with_new_weights_or_with_their_adapte
         expected = [0] * 4 if lora_rank else [0, 1, 1, 1]
         assert versions == {0: expected, 1: expected, 2: expected, 3: [1] * 4}
         assert server.pause_mode == ("" if lora_rank else "keep")
-        assert len(server.adapters) == (2 if lora_rank else 0), "the responses in progress used the first ones"
+        assert len(server.adapters) == (2 if lora_rank else 0), (
+            "the first adapters are unloaded while responses use them"
+        )
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2], ids=["all weights", "adapters"])
@@ -139,7 +143,7 @@ async def test_two_ranks_load_each_version_into_vllm_once(setup, lora_rank):
             not lora_rank,
         )
         if lora_rank:
-            assert len(server.adapters) == 1, "the adapter before it is unloaded"
+            assert len(server.adapters) == 1, "the previous adapter is not unloaded"
             assert server.requests[-1]["model"] == server.adapters[0] == server.weights
 
 
@@ -171,13 +175,13 @@ async def test_sampling_settings_reach_the_vllm_server(setup):
     settings = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 2, "stop_strings": ["zz"]}
     async with FakeVllm() as server:
         here = setup(server, generation=settings)
-        assert (await run(here))[0].logprobs is None, "vLLM's are those after top-k and top-p"
+        assert (await run(here))[0].logprobs is None, "vLLM's log-probs, which are after top-k and top-p, are used"
         sent = [request["sampling_params"] for request in server.requests]
         assert {(s["temperature"], s["top_k"], s["top_p"], s["min_tokens"]) for s in sent} == {(0.7, 5, 0.9, 2)}
         assert (sent[0]["stop"], sent[0]["stop_token_ids"]) == (["zz"], here.policy.eos_ids)
         assert set(sent[0].get("logit_bias", {})) == {str(token) for token in here.policy.banned_ids}
         seeds = {s["seed"] for s in sent}
-        assert len(seeds) == 3, "each row has a seed of its own"
+        assert len(seeds) == 3, "rows share a seed"
         await run(here, greedy=True)
         greedy = [request["sampling_params"] for request in server.requests[3:]]
         assert ({s["seed"] for s in greedy}, {s["temperature"] for s in greedy}) == (seeds, {0.0})
@@ -232,7 +236,7 @@ async def test_lost_response_is_generated_again(setup, fault):
 
         server.answer = once
         assert [response.tokens for response in await run(setup(server))] == [END] * 3
-        assert (len(server.loaded) >= 2) == (fault is restarted), "the version is loaded again"
+        assert (len(server.loaded) >= 2) == (fault is restarted), "the restarted server has no weights"
 
 
 async def test_response_that_does_not_arrive_in_time_fails_alone(setup, monkeypatch):
@@ -310,7 +314,7 @@ async def test_requests_move_to_another_vllm_server_if_one_stops(setup):
     async with FakeVllm() as one, FakeVllm() as two:
         here = setup(one, two)
         await run(here)
-        assert all(server.requests for server in (one, two)), "requests are balanced"
+        assert all(server.requests for server in (one, two)), "a server gets no requests"
         await one.stop()
         before = len(two.requests)
         await run(here)
@@ -330,7 +334,7 @@ async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup, monke
             generation.run_rows, dict(enumerate(many)), lambda row, _: responses.append(row), seed=0, greedy=True
         )
         assert sorted(responses) == list(range(len(many)))
-        assert one.calls.count("/version") <= 4, "an attempt, and the probes of a lost server"
+        assert one.calls.count("/version") <= 4, "a lost server is asked more often than one attempt and its probes"
 
 
 async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup):
@@ -341,7 +345,7 @@ async def test_each_turn_sends_the_whole_row_to_one_vllm_server(setup):
         found = {}
         with conversing(here):
             await asyncio.to_thread(here.generation.run_rows, dict(enumerate(prompts)), found.__setitem__, seed=1)
-        assert all(server.requests for server in (one, two)), "conversations are balanced"
+        assert all(server.requests for server in (one, two)), "a server gets no conversations"
         assert len(one.requests) + len(two.requests) == 2 * len(prompts)
         for (talk,) in found.values():
             assert talk.ended

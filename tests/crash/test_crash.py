@@ -127,7 +127,7 @@ def check_steps(record, results, reference, last):
         told = (results[step].weights_version, float(np.float32(results[step].loss_mean)))
         assert (answers[step].weights_version, answers[step].loss_mean) == told
     for step, answer in record.repeated:
-        assert answer == answers[step], "a step that is sent again gets the same answer"
+        assert answer == answers[step], "a repeated step got another answer"
 
 
 def check_versions(system, reference, rewound, last):

@@ -155,7 +155,7 @@ def trained_rows(recorded):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 + 120 * KILLS)
-def test_each_scheduled_sample_trains_once_whatever_is_killed(tmp_path, checkpoints):
+def test_each_scheduled_sample_trains_once_despite_kills(tmp_path, checkpoints):
     path = make_async_run(tmp_path / "run", checkpoints)
     system = DisturbedSystem(path, random.Random(SEED + 1), ("actor", "sidecar"))
     try:

@@ -219,9 +219,9 @@ def test_torchrun_commands_train_and_replace_dead_ranks_and_nodes(tmp_path, chec
         assert {line["step"] for line in run.critic_updates(up_to=STEPS)} == set(range(1, STEPS + 1))
         assert run.store.manifest(run.store.current()).step == STEPS
         assert json.loads((run.config.run.dir / "actor_summary.json").read_text())["steps"] == STEPS
-        assert trainer.stop() == [1, 1], "torchrun's own exit code after SIGTERM"
+        assert trainer.stop() == [1, 1], "torchrun's exit code after SIGTERM is another one"
         logs = "".join(agent.log_path.read_text() for agent in trainer.agents)
-        assert "forcefully" not in logs, "SIGTERM did not end the ranks"
+        assert "forcefully" not in logs, "SIGTERM did not end the ranks, so torchrun killed them"
 
 
 # ---- Dockerfile.triton, without a Docker engine ----

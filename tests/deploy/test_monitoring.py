@@ -59,14 +59,20 @@ def test_alerts_have_a_severity_a_summary_and_a_row_in_the_docs():
 def test_dashboards_are_up_to_date_and_select_scraped_jobs():
     run, serving = (path.read_text() for path in BOARDS)
     written = {BOARDS[0]: run, BOARDS[1]: serving}
-    assert GENERATE["dashboards"](run) == written, "run python deploy/monitoring/generate.py"
-    assert not re.search(r"rlhf_(actor|trainer)|rlhf-(actor|trainer)", serving), "there is neither"
+    assert GENERATE["dashboards"](run) == written, (
+        "a dashboard is out of date; run python deploy/monitoring/generate.py"
+    )
+    assert not re.search(r"rlhf_(actor|trainer)|rlhf-(actor|trainer)", serving), (
+        "the dashboard of a server alone has metrics of actor or sidecar"
+    )
     assert {metric.panel for metric in OURS.values()} <= {"", *GENERATE["PANELS"]}
     for board, least in ((run, 11), (serving, 6)):
         panels = json.loads(board)["panels"]
         assert len({tuple(panel["gridPos"].values()) for panel in panels}) == len(panels) >= least
         assert all(panel["targets"] and panel["datasource"]["uid"] == "${datasource}" for panel in panels)
-        assert all(panel["options"]["legend"]["placement"] == "right" for panel in panels), "beside the curves"
+        assert all(panel["options"]["legend"]["placement"] == "right" for panel in panels), (
+            "a legend is not beside the curves"
+        )
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     jobs = {job["job_name"] for job in config["scrape_configs"]}
     texts = (MONITORING / "alerts.yml").read_text() + (run + serving).replace('\\"', '"')

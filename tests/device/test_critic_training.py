@@ -3,23 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from critic_training import small_payload
 from settings import trainer_section
-from tiny_checkpoints import VOCAB, save_tiny
+from tiny_checkpoints import save_tiny
 
 from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
-from rlhf_triton.wire.training_payload import TrainPayload
 
 LAST_GPU = f"cuda:{torch.cuda.device_count() - 1}"
-
-
-def payload():
-    rng = np.random.default_rng(0)
-    lengths = np.array([5, 9, 3, 12])
-    count = lengths.sum() - len(lengths)
-    returns, prev_values = rng.normal(size=(2, count)).astype(np.float32)
-    return TrainPayload(rng.integers(1, VOCAB, lengths.sum()), lengths, returns, prev_values, np.ones_like(returns))
 
 
 def update_of(folder, family, **settings):
@@ -42,5 +34,5 @@ def update_of(folder, family, **settings):
 )
 def test_critic_trains_on_the_configured_gpu(family, settings, tmp_path):
     update = update_of(tmp_path, family, device=LAST_GPU, **settings)
-    assert np.isfinite(update.train(payload(), lambda _: None).loss_mean)
+    assert np.isfinite(update.train(small_payload(), lambda _: None).loss_mean)
     assert {parameter.device for parameter in update.critic.model.parameters()} == {torch.device(LAST_GPU)}

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from critic_training import small_payload
 from live_system import make_tokenizer
+from policy_sessions import CASES as POLICY_CASES
+from policy_sessions import session
 from policy_training import (
     random_batch,
     samples_of,
@@ -27,9 +30,6 @@ from rlhf_triton.models.modeling import load_critic, save_critic
 from rlhf_triton.models.output_head import head_logprobs
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
-from tests.device.test_critic_training import payload
-from tests.training_engine.test_policy_ranks import CASES as POLICY_CASES
-from tests.training_engine.test_policy_ranks import session
 
 LENGTHS = [9, 4, 12, 7, 5, 10]
 PROMPT = 3
@@ -216,7 +216,7 @@ def trained_critics(ranks, root):
     for family in CRITICS:
         ranks.run_on_all_ranks(lambda folder=root / f"{family} version": folder.mkdir(exist_ok=True))
         update = load_critic_update(root, family, ranks=ranks)
-        report = update.train(payload() if ranks.rank == 0 else None, lambda _: None)
+        report = update.train(small_payload() if ranks.rank == 0 else None, lambda _: None)
         canary = update.critic.values([CANARY])[0].tolist()
         update.critic.write(root / f"{family} version")
         weights = {name: tensor.numpy() for name, tensor in whole_tensors(MergedSlices(update.critic.model))}
@@ -238,7 +238,7 @@ def test_version_published_by_two_gpus_serves_its_announced_canary_values(tmp_pa
         }
         served = load_critic(tmp_path / f"{family} version", device="cpu")
         alone = load_critic_update(tmp_path, family)
-        report = alone.train(payload(), lambda _: None)
+        report = alone.train(small_payload(), lambda _: None)
         for found in results:
             assert found["weights"].keys() == stored.keys()
             assert all(np.array_equal(found["weights"][name], stored[name]) for name in stored)

@@ -215,7 +215,7 @@ def test_demo_command_trains_and_writes_all_promised_files(tmp_path):
     assert 0 < summary["peak_rss_mb"] < 6000
     assert {"gold_before", "gold_after", "gold_ci95"} <= summary.keys()
     samples = {(line["when"], line["prompt_id"]) for line in read_jsonl(run_dir / "samples.jsonl")}
-    assert len(samples) == 2 * held_out, "before and after"
+    assert len(samples) == 2 * held_out, "a prompt lacks its response before or after training"
     assert "The gold score, which PPO never saw," in (run_dir / "report.html").read_text()
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
     assert {path.name for path in (run_dir / "logs").iterdir()} >= {"actor.log", "sidecar.log", "tritonserver.log"}

@@ -48,8 +48,10 @@ def execute(path, folder, *, steps, check):
         notebook.metadata.language_info = {"name": "python"}
         nbformat.write(notebook, path)
     text = json.dumps([cell.get("outputs") for cell in notebook.cells])
-    assert "\\u001b" not in text, "an escape code"
-    assert all(len(cell.get("outputs", [])) <= 4 for cell in notebook.cells), "more than a live line and warnings"
+    assert "\\u001b" not in text, "an output has an escape code"
+    assert all(len(cell.get("outputs", [])) <= 4 for cell in notebook.cells), (
+        "a cell has more outputs than a live line and warnings"
+    )
 
 
 def portable(text, folder):
@@ -68,7 +70,7 @@ def test_a_verifier_teaches_a_policy_with_grpo(folder):
     execute(GRPO, folder, steps=16, check="assert policy.config.vocab_size == len(tokenizer)")
     metrics = rt.Run(folder / "runs" / "train-1").metrics
     assert metrics["reward"][-5:].mean() > metrics["reward"][:5].mean() + 0.05
-    assert (np.diff(metrics["step"]) == 1).all(), "resumed at the next step"
+    assert (np.diff(metrics["step"]) == 1).all(), "the run did not resume at the next step"
 
 
 @pytest.mark.slow

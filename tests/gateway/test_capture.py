@@ -111,7 +111,7 @@ async def test_captured_conversation_continues_its_sampled_tokens(lead):
         [row] = await rows(caller, "s")
     assert trained(row) == sampler.completions == [[*ids(text), EOS] for text in (CALL, "Two.", "Bye!")]
     for turn, prompt in zip(row["turns"], sampler.prompts, strict=True):
-        assert row["tokens"][: turn["start"]] == prompt, "what was sampled is what is trained"
+        assert row["tokens"][: turn["start"]] == prompt, "the trained prompt differs from the sampled one"
     assert [message["role"] for message in row["messages"]] == [
         *["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     ]
@@ -150,7 +150,7 @@ async def test_edited_history_and_other_contexts_start_new_rows():
     said = [[TOKENIZER.decode(turn[:-1]) for turn in trained(row)] for row in found]
     assert said == [["one", "two"], ["three"], ["sub"], ["edited"], ["other tools"]]
     each = [turn for row in found for turn in trained(row)]
-    assert sorted(each) == sorted(sampler.completions), "each reply is trained once"
+    assert sorted(each) == sorted(sampler.completions), "a reply is trained twice or never"
     assert [row["tools"] for row in found] == [[], [], [], [], [TOOL]]
     for row in found:
         assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], *row["tools"])
@@ -173,7 +173,7 @@ async def test_each_call_starts_a_row_if_the_template_rewrites_replies(caplog):
                 messages += [await say(caller, "s", messages), USER]
             assert [len(row["turns"]) for row in await rows(caller, "s")] == [1, 1, 1]
     assert sum("changes earlier messages" in line for line in caplog.messages) == 2, (
-        "at the start, and at the first call"
+        "the warning is not logged at the start and the first call"
     )
     tokenizer.chat_template = None
     with pytest.raises(TemplateError, match="no chat template"):
@@ -255,7 +255,7 @@ def test_pattern_of_tool_calls_cannot_backtrack():
     assert len(re.findall(r"[*+?{]", HERMES.pattern.replace("*?", "*").replace("(?:", "("))) == 1
     for unclosed in ("", " \n{", "</tool_cal", "<tool_call>"):
         [match] = HERMES.finditer(f"<tool_call>{unclosed}")
-        assert match.span() == (0, len("<tool_call>" + unclosed)), "so no other place of it is tried"
+        assert match.span() == (0, len("<tool_call>" + unclosed)), "the pattern backtracks"
     assert [call.name for call in tool_calls('<tool_call> \n{"name": "f"}\n </tool_call>')] == ["f"]
 
 
@@ -364,7 +364,9 @@ async def test_unsupported_fields_are_refused_in_the_apis_error_format():
             assert (status, error["type"]) == (400, "invalid_request_error"), (path, field)
             assert error["message"].startswith(f"{field}: "), error
             assert "\n" not in error["message"]
-            assert (reply["type"], error["param"], error["code"]) == ("error", field, 400), "both shapes"
+            assert (reply["type"], error["param"], error["code"]) == ("error", field, 400), (
+                "the error lacks the shape of one of the APIs"
+            )
         for path in (CHAT, MESSAGES):
             for damaged in (b"{", b'{"messages": "\\ud800"}', b"[" * 100_000, b"\xff", b"[]"):
                 status, reply = await caller.post(f"/sessions/s{path}", damaged)
@@ -382,7 +384,7 @@ async def test_harmless_client_fields_are_accepted():
         models = await caller.get("/sessions/s/v1/models")
         assert [each["id"] for each in models[1]["data"]] == ["policy"]
         status, _ = await caller.post("/sessions/s/v1/v1/messages", {"max_tokens": 5, "messages": [USER]})
-        assert status == 200, "Anthropic's client appends /v1/messages to its base URL"
+        assert status == 200, "the path of Anthropic's client, which appends /v1/messages, is unknown"
 
 
 @pytest.mark.parametrize(
@@ -567,8 +569,8 @@ async def test_a_session_counts_the_tokens_of_calls_in_flight():
             assert {status for status, _ in await asyncio.gather(*calls)} == {200, 400}
             session = sessions.find(name)
             assert sum(len(row["tokens"]) for row in await rows(caller, name)) == session.num_tokens
-            assert session.num_tokens < 800, "700 and the replies"
-            assert not session._begun, "calls that ended are not in flight"
+            assert session.num_tokens < 800, "the session holds more tokens than its 700 and the replies"
+            assert not session._begun, "calls that ended count as in flight"
 
 
 async def test_call_fails_if_its_session_ended_meanwhile():
@@ -581,7 +583,7 @@ async def test_call_fails_if_its_session_ended_meanwhile():
         assert (await caller.post("/sessions/s/end", {}))[0] == 200
         sampler.open.set()
         for answer in (await late, await caller.post(f"/sessions/s{CHAT}", {"messages": [USER]})):
-            assert (answer[0], len(sessions)) == (404, 0), "no client repeats it, so no late agent begins it again"
+            assert (answer[0], len(sessions)) == (404, 0), "a late call opened the ended session again"
             assert "session s has ended: call under another name" in answer[1]["error"]["message"]
 
 
@@ -619,7 +621,7 @@ async def test_disconnected_clients_leave_no_session_turn_or_task():
             sampler.open.set()
             for name, call in calls.items():
                 messages[name] += [(await call)[1]["choices"][0]["message"], USER]
-        assert len(sessions) == 40, "one without a call is no session"
+        assert len(sessions) == 40, "a session without calls counts"
         for name in (1, 2):
             _, reply = await caller.post(f"/sessions/{name}/end", {})
             assert [len(row["turns"]) for row in reply["trajectories"]] == [name]
@@ -642,7 +644,7 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
             for _ in range(2):
                 sampled = await sampler.sample(name, [ord(name), 3], Sampling(9, 0.5, 0.9, ("x",)))
         assert (sampled.tokens, sampled.logprobs, sampled.ended) == ([5, 6, 7, 1], [-0.5] * 4, True)
-        assert sampled.versions == [None, "w", "w", "w"], "each token has the version of its span"
+        assert sampled.versions == [None, "w", "w", "w"], "a token has another version than its span"
         first, second = ([body["token_ids"][0] for body in server.requests] for server in servers)
         assert not {*first} & {*second}
         sampling = one.requests[0]["sampling_params"]
@@ -650,7 +652,9 @@ async def test_sessions_stick_to_a_vllm_server_while_it_is_up():
         assert expected.items() <= sampling.items()
         one.drops = 1
         await sampler.sample(chr(first[0]), [8], Sampling(9))
-        assert [body["token_ids"] for body in one.requests[-2:]] == [[8], [8]], "it is healthy, and has the prefix"
+        assert [body["token_ids"] for body in one.requests[-2:]] == [[8], [8]], (
+            "the session left a healthy server that has its prefix"
+        )
         await one.stop()
         await sampler.sample(chr(first[0]), [9], Sampling(9))
         assert two.requests[-1]["token_ids"] == [9]

@@ -228,7 +228,9 @@ def test_fingerprint_contains_the_tokenizer_and_its_chat_templates(tmp_path):
     ):
         with (tmp_path / name).open("a") as file:
             file.write(" ")
-        assert is_same_model(without, fingerprint_model(tmp_path)), "a version in a store"
+        assert is_same_model(without, fingerprint_model(tmp_path)), (
+            "a version in a store is not recognised as the model's"
+        )
         assert fingerprint_model(tmp_path) not in seen
         seen.append(fingerprint_model(tmp_path))
     (tmp_path / "README.md").write_text("A model.")
@@ -312,12 +314,10 @@ def test_ids_missing_from_the_vocabulary_are_banned_and_duplicates_are_not():
 
 
 @pytest.mark.parametrize("named", ["Qwen2Tokenizer", "TokenizersBackend"])
-def test_tokenizer_that_transformers_builds_otherwise_than_its_file_is_warned_about_or_read_from_it(
-    tmp_path, named, caplog
-):
+def test_tokenizer_that_differs_from_its_file_causes_a_warning_or_is_read_from_the_file(tmp_path, named, caplog):
     save_text_reward(tmp_path, "qwen2")
     load_tokenizer(tmp_path)
-    assert not caplog.messages, "both have the same tokens"
+    assert not caplog.messages, "a tokenizer with the same tokens causes a warning"
     stored = Tokenizer.from_file(str(file := tmp_path / "tokenizer.json"))
     stored.normalizer = Lowercase()
     stored.save(str(file))

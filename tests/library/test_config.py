@@ -585,7 +585,7 @@ def test_default_precision_is_bfloat16_only_on_gpus(tmp_path, overrides, precisi
     assert [*served, config.trainer.precision, config.actor.policy.precision] == precisions
     assert ("bfloat16" in config.gpu_precisions) == ("bfloat16" in precisions)
     config = load(tmp_path, "{}", "actor.kl.reference=triton", "actor.policy.precision=bfloat16")
-    assert config.reference.dtype == "bfloat16", "that of the policy"
+    assert config.reference.dtype == "bfloat16", "the reference's dtype is not the policy's"
 
 
 def test_deterministic_fixes_dependent_settings(tmp_path):

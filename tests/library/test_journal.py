@@ -20,6 +20,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from journal_entries import done, payload, train
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from triton_python_backend_utils import Request
@@ -31,7 +32,6 @@ from rlhf_triton.store.journal import KEPT_RESULTS, Entry, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry, read_training_file
 from rlhf_triton.store.ownership import Sender
 from rlhf_triton.wire.contract import STATUS, WEIGHTS_VERSION, ContractError
-from rlhf_triton.wire.training_payload import TrainPayload
 
 WRITE_AND_STALL = """
 import sys
@@ -41,27 +41,6 @@ with staged_file(Path(sys.argv[1]), [b"half of an entry"]):
     print("writing", flush=True)
     sys.stdin.read()
 """
-
-
-def payload(value=0.0, lengths=(2, 3)):
-    total = sum(lengths)
-    targets = np.full(total - len(lengths), value, np.float32)
-    return TrainPayload(np.arange(1, total + 1), np.array(lengths), targets, targets, np.ones_like(targets))
-
-
-@pytest.fixture
-def journal(tmp_path):
-    return Journal(tmp_path / "journal", "run")
-
-
-def train(journal, step, value=None):
-    value = float(step or 0) if value is None else value
-    return journal.accept_training(payload(value), run_id="run", step=step)
-
-
-def done(journal, entry, **more):
-    digest = journal.load(entry)[1] if entry.kind == "train" else None
-    journal.finish(entry, Result(entry=entry.name, weights_version=entry.step, digest=digest, **more))
 
 
 def conflict(text):
@@ -134,7 +113,7 @@ class JournalMachine(RuleBasedStateMachine):
             entry = self.journal.accept_save(run_id="run", step=None if ahead is None else step)
             same = [other for other in self.pending if (other.kind, other.step) == ("save", step)]
             if ahead is not None and same:
-                assert entry == min(same), "a save that is repeated while it waits"
+                assert entry == min(same), "a repeated save is another entry"
             else:
                 assert (entry.kind, entry.step) == ("save", step)
                 assert entry > max(same, default=Entry(step, 0, "train"))
@@ -295,7 +274,7 @@ def test_requests_of_an_owner_before_a_rewind_are_refused(journal):
     for step in (1, last):
         journal.finish(Entry(step, 0, "train"), Result(entry=f"{step:08d}.train", weights_version=step, digest="x"))
     journal.forget_covered(last)
-    assert len(journal.results()) == 2, "all but the last step's and the newest rewind's are gone"
+    assert len(journal.results()) == 2, "results remain besides the last step's and the newest rewind's"
     assert journal.owners() == ["second/2", "second/1", "first/1"]
     for late in (Sender("first", 1), Sender("second", 1)):
         for ask in (
@@ -323,7 +302,7 @@ def test_a_rewind_that_failed_does_not_change_the_owner(journal):
     rewound(journal, 0, Sender("old", 1))
     rewound(journal, 0, Sender("new", 1), error="0 cannot be reached")
     assert journal.owners() == ["old/1"]
-    assert rewound(journal, 0, Sender("new", 1)).rank == 3, "a failed one is tried again"
+    assert rewound(journal, 0, Sender("new", 1)).rank == 3, "a failed rewind is not tried again"
 
 
 def test_rewind_removes_the_newest_entries_first(journal, monkeypatch):

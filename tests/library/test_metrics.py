@@ -256,7 +256,9 @@ def test_span_continues_a_remote_parents_trace(received):
     train = only(received.named("train"))
     assert (train.trace, train.parent, train.attributes) == ("a" * 32, "b" * 16, {"step": 3})
     assert only(received.named("untraced")).attributes == {"step": 4}
-    assert received.named("unsampled") == received.named("step") == [], "only the actor opens the span of a step"
+    assert received.named("unsampled") == received.named("step") == [], (
+        "another process than the actor opened the span of a step"
+    )
 
 
 def test_each_step_has_a_trace_even_if_two_overlap_and_one_never_ends(received):

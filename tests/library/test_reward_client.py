@@ -359,7 +359,7 @@ def openrlhf(queries, prompts, labels):
         (openrlhf(["ab"], [[1]], ["x"]), r"^prompts\[0\]: \[1\], must be a text or messages"),
     ],
 )
-def test_malformed_input_of_a_trainer_is_refused_by_its_name(call, told):
+def test_malformed_input_from_a_trainer_is_refused_by_name(call, told):
     def ask(reward, server):
         with pytest.raises(ContractError, match=told):
             call(reward)

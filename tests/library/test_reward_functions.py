@@ -158,7 +158,7 @@ def test_failing_function_fails_only_its_own_sample(make_pool):
 def test_child_forked_by_a_reward_function_returns_no_score(make_pool):
     found = outcomes(make_pool(), doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
     assert [outcome.score for outcome in (*found[:3], *found[4:-1])] == [0, 1, 2, *range(4, 20)]
-    assert found[3] == found[-1], "the worker itself goes on"
+    assert found[3] == found[-1], "the worker process was replaced"
 
 
 def test_timeout_kills_the_worker_and_all_its_child_processes(make_pool, monkeypatch, tmp_path):
@@ -200,7 +200,7 @@ def test_worker_that_breaks_the_protocol_is_replaced(make_pool):
         before, failed, after = outcomes(pool, [*doing("pid"), bad, *doing("pid")])
         assert failed.error
         assert (before.error, after.error) == ("", "")
-        assert before.score != after.score, "it has been killed"
+        assert before.score != after.score, "the worker has not been killed"
     deep = []
     for _ in range(5000):
         deep = [deep]
@@ -431,7 +431,7 @@ def test_trl_function_scores_single_rows_and_groups(make_pool, groupwise):
     pool = make_pool(f"{TRL_FILE}:accuracy", groupwise=groupwise)
     found = scored(pool, group)[0] if groupwise else outcomes(pool, group)
     assert found[:2] == [ScoreOutcome(1.0), ScoreOutcome(0.0)]
-    assert (math.isnan(found[2].score), found[2].error) == (True, ""), "it returned None"
+    assert (math.isnan(found[2].score), found[2].error) == (True, ""), "a function that returned None failed"
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ def test_weighted_sum_is_nan_with_a_cause_unless_finite(weights, row, causes, re
 # ---- the Triton model of a function ----
 
 
-def test_function_model_skips_probes_and_reports_scores_it_cannot_send(monkeypatch, tmp_path):
+def test_function_model_skips_probes_and_reports_failed_replies(monkeypatch, tmp_path):
     make_text_tokenizer("qwen2").save_pretrained(tmp_path)
     bounds = ("max_waiting_rows", "max_request_tokens")
     given = {"function": f"{FILE}:num_tokens", "timeout_s": "60", "workers": "1"}
@@ -642,7 +642,9 @@ def test_judge_reads_the_score_from_the_last_line(settings, answer, score):
     else:
         with pytest.raises(BadScore, match=re.escape(score)) as caught:
             reader(**settings).read(answer)
-        assert settings or " ".join(answer.split())[-50:] in str(caught.value), "the excerpt"
+        assert settings or " ".join(answer.split())[-50:] in str(caught.value), (
+            "the message lacks the excerpt of the answer"
+        )
 
 
 def test_the_judges_request_has_rubric_model_and_options(server):

@@ -20,10 +20,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import xxhash
+from journal_entries import done, train
 from live_system import make_run
 from safetensors.numpy import save_file
-from test_journal import done, train
-from test_journal import journal as journal  # a fixture
 
 import rlhf_triton.tools.run
 from rlhf_triton import digests
@@ -170,7 +169,7 @@ def test_folder_replacement_is_atomic_at_every_kill_point(tmp_path):
     run = subprocess.run([sys.executable, "-c", KILL_EVERYWHERE, tmp_path], capture_output=True, text=True, check=True)
     found = run.stdout.splitlines()
     assert {"old best", "new best"} == set(found)
-    assert found == sorted(found, reverse=True), "once it is the new one, it stays the new one"
+    assert found == sorted(found, reverse=True), "a reader got the old file after the new one"
 
 
 def filled(text):
@@ -553,11 +552,11 @@ def elsewhere(records, clock):
 
 def test_remote_serving_record_is_alive_while_its_mtime_changes(records, elsewhere, clock):
     records.put(ServingRecord.of_this_process("critic_0", 4))
-    assert len(records.alive()) == 2, "they do not share a file"
+    assert len(records.alive()) == 2, "two instances share a file"
     path = records._folder / elsewhere.file_name
     clock.passed += REMOTE_SILENCE_S
     assert [record.version for record in records.alive()] == [4]
-    assert records.died() == [], "it may be alive, behind a network that is not"
+    assert records.died() == [], "an instance on another host counts as dead"
     records.touch(elsewhere)
     assert len(records.alive()) == 2
     clock.passed += REMOTE_SILENCE_S
@@ -591,7 +590,7 @@ def test_run_is_in_progress_while_the_run_or_actor_lock_is_held(tmp_path):
             assert in_progress(tmp_path)
             with pytest.raises(RlhfError, match=f"another {what} is running in {tmp_path}"), lock(tmp_path):
                 pass
-        assert not in_progress(tmp_path), "the lock files stay"
+        assert not in_progress(tmp_path), "a lock file without a process counts as a run"
     with only_run(tmp_path), only_actor(tmp_path):
         pass
     (tmp_path / "file").touch()

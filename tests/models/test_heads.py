@@ -176,7 +176,9 @@ def test_a_critic_starts_with_the_head_of_its_checkpoint_and_keeps_it_when_saved
         np.testing.assert_array_equal(last_values(again), last_values(critic))
         assert (again.mean, again.std) == (critic.mean, critic.std)
     written = json.loads((folder / "config.json").read_text())
-    assert not {"normalize_reward", "value_head_prefix", "mean", "std"} & written.keys(), "the constants are there once"
+    assert not {"normalize_reward", "value_head_prefix", "mean", "std"} & written.keys(), (
+        "the constants are stored twice"
+    )
 
 
 def last_values(critic):

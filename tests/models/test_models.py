@@ -18,6 +18,7 @@ from architectures import KINDS, POSITIONS, VOCAB, save_architecture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_gpus
+from rope_models import DYNAMIC, LIMIT, LONGROPE, TOLERANCE, models, save
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
 from tiny_checkpoints import CONFIGS, save_tiny
@@ -53,9 +54,6 @@ from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.training_engine.ranks import Ranks
 from rlhf_triton.wire.contract import ContractError, scoring_rows
 from rlhf_triton.wire.training_payload import TrainPayload
-
-TOLERANCE = 1e-5
-
 
 SERVED = """
     albert apertus arcee axk1 axk2 bert big_bird biogpt bloom camembert convbert data2vec-text deberta deberta-v2
@@ -260,7 +258,7 @@ def test_swap_leaks_no_objects(tmp_path):
         gc.collect()
         blocks.append(sys.getallocatedblocks())
     gc.unfreeze()
-    assert (blocks[-1] - blocks[5]) / 30 < 10, "objects a swap; there are 20 tensors"
+    assert (blocks[-1] - blocks[5]) / 30 < 10, "a swap leaves 10 or more objects"
 
 
 # ---- micro-batches ----
@@ -341,7 +339,9 @@ def test_reference_logprobs_are_the_same_alone_and_batched(tmp_path, sizes, fami
     model = load_language_model(tmp_path, **SAMPLING)
     sizes.clear()
     assert_direct(tmp_path, model, token_rows(), **SAMPLING)
-    assert (max(sizes), sum(sizes)) == (7, sum(LENGTHS) - len(LENGTHS)), "only positions that predict, a part at a time"
+    assert (max(sizes), sum(sizes)) == (7, sum(LENGTHS) - len(LENGTHS)), (
+        "logits are not computed in parts, of the predicting positions only"
+    )
     plain = load_language_model(tmp_path)
     assert_direct(tmp_path, plain, token_rows(), temperature=1.0, banned_token_ids=[])
     assert [found.tolist() for found in plain.launch(token_rows([1, 1]))()] == [[0], [0]]  # nothing to predict
@@ -442,7 +442,7 @@ def test_head_logprobs_and_gradients_match_full_logits_computed_in_chunks(sizes,
         gradients = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
         results.append([logprobs.detach(), entropies.detach() if with_entropy else None, *gradients])
     close(results[1], results[0])
-    assert sizes == [7, 7, 2] * 2, "forward, and again backward"
+    assert sizes == [7, 7, 2] * 2, "the parts of forward and backward pass differ"
     assert sum(kept) <= hidden.numel() + 2 * targets.numel() + sum(parameter.numel() for parameter in head.parameters())
 
 
@@ -470,34 +470,6 @@ def test_linear_head_rejects_models_that_change_their_logits(kind, config, is_li
 
 
 # ---- rotary tables ----
-
-LIMIT = tiny_checkpoints.POSITIONS // 2  # longest row that leaves the rotary table as it is
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": LIMIT,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0, 3.0, 5.0, 9.0],
-}
-
-
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-
-
-MODELS = {
-    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
-    "longrope": ("llama", {"rope_parameters": LONGROPE}),
-    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT}),
-}
-models = pytest.mark.parametrize("model", MODELS)
-
-
-def save(folder, model, head, **more):
-    """Save one of MODELS, or of another family with 32 positions."""
-    family, settings = MODELS.get(model, (model, {"n_positions": 32} if model == "gptj" else {}))
-    return save_tiny(folder, family, head, **settings, **more)
 
 
 MIXED = rows_of(3, LIMIT, 9, LIMIT + 4, LIMIT - 1, tiny_checkpoints.POSITIONS, 5)  # some longer than what is served

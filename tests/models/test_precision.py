@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
+from rope_models import LIMIT, MODELS, TOLERANCE, models, save
 from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
 from settings import actor_section
@@ -22,7 +23,6 @@ from rlhf_triton.models.logprobs import target_logprobs
 from rlhf_triton.models.modeling import load_critic, quiet_transformers, save_critic
 from rlhf_triton.models.precision import in_float32
 from rlhf_triton.tools import render_configs
-from tests.models.test_models import LIMIT, MODELS, TOLERANCE, models, save
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 
@@ -78,7 +78,7 @@ def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(tmp_path
     exact = make_policy(save_policy(tmp_path, family), precision="float32", kl_coef=0)
     policy = make_policy(tmp_path, **settings)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
-    assert not caplog.text, "our decoding is used"
+    assert not caplog.text, "transformers' generate() is used"
     for row, logprobs in zip(rollout, policy.logprobs(rollout), strict=True):
         np.testing.assert_allclose(row.logprobs, logprobs, atol=0.02, rtol=0)
     expected = by_hand(exact.model, rollout, policy.banned_ids)
@@ -179,7 +179,7 @@ def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(tmp_path, m
     merge = MergedWeights.__getitem__
 
     def watched(weights, name):
-        assert not alive, "the tensor before is still in memory"
+        assert not alive, "the previous tensor is still in memory"
         tensor = merge(weights, name)
         if name in weights.adapted:
             alive.add(tensor)

@@ -48,14 +48,16 @@ def modules():
     return {path: path.read_text() for path in tracked(*(f"{package}/*.py" for package in PACKAGES))}
 
 
-def test_tests_import_neither_benchmarks_nor_examples():
-    """Tests run both as a user does, so either may change or go without them."""
+def test_tests_import_neither_benchmarks_nor_examples_nor_other_tests():
+    """Tests run the first two as a user does, so either may change or go without them; they share tests/support."""
     for path in tracked("tests/*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
-            assert not {name.partition(".")[0] for name in names} & {"benchmarks", "examples"}, path
+            for name in names:
+                assert name.partition(".")[0] not in {"benchmarks", "examples"}, f"{path} imports {name}"
+                assert not name.rpartition(".")[2].startswith("test_"), f"{path} imports {name}, a test"
 
 
 def imported_after(modules, tmp_path):

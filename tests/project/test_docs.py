@@ -198,6 +198,19 @@ def test_documented_keys_paths_and_links_exist(page):
     assert {key for key in used if not key.endswith(FILE_ENDINGS)} <= KNOWN_KEYS
 
 
+def test_readme_index_and_side_menu_have_the_same_map_of_all_pages():
+    readme, index = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    row = re.compile(r"^\| (.*) \| (.*\]\(.*) \|$", re.MULTILINE)
+    rows = row.findall(index)
+    assert [(topic, pages.replace("](docs/", "](")) for topic, pages in row.findall(readme)] == rows
+    menu = re.findall(r":caption: (.*)\n\n((?:.+\n)+)```", index)
+    assert [(caption.lower(), [f"{page}.md" for page in pages.split()]) for caption, pages in menu] == [
+        (topic.lower(), LINK.findall(pages)) for topic, pages in rows
+    ]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert {page for _, links in rows for page in LINK.findall(links)} == pages - {"index.md"}
+
+
 def test_docstrings_refer_to_existing_keys_and_names():
     """A reference is a key of the configuration, `module`, or `module.name`; the module may have its folders."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]

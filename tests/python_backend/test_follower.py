@@ -91,7 +91,7 @@ def test_follower_serves_current_and_writes_its_record(store, instance):
     version = publish(store, 1.5)
     until(lambda: instance.record.version == version)
     assert (instance.follower.version.model, instance.record.previous) == (1.5, 0)
-    assert instance.loaded == [(0, None), (1, 0.0)], "the served critic is the new one's model"
+    assert instance.loaded == [(0, None), (1, 0.0)], "the new version was not loaded into the served model"
     until(lambda: instance.counted == [(0, False), (1, False)])
     until(lambda: instance.freed == [1])
 
@@ -139,7 +139,7 @@ def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store
     store.announce(version)
     until(lambda: (1, 0.0) in instance.loaded)
     time.sleep(0.05)
-    assert instance.follower.version.number == 0, "not before CURRENT moves"
+    assert instance.follower.version.number == 0, "the version is served before CURRENT moves"
     store.set_current(version)
     until(lambda: instance.record.version == version)
     assert [number for number, _ in instance.loaded] == [0, 1]
@@ -166,7 +166,9 @@ def test_follower_expects_the_version_that_current_names_until_it_is_rejected(st
     bad = publish(store, np.nan)
     until(lambda: changes == [1, 1])
     assert not follower.is_arriving(VersionRange(bad))
-    assert not Instance(store, swaps=False).follower.is_arriving(VersionRange(0)), "only a fresh process serves it"
+    assert not Instance(store, swaps=False).follower.is_arriving(VersionRange(0)), (
+        "a process that does not swap waits for a version"
+    )
 
 
 def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store, instance):
@@ -180,7 +182,7 @@ def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store,
     until(lambda: instance.counted[-1] == (bad, True))
     loads = len(instance.loaded)
     time.sleep(0.03)
-    assert len(instance.loaded) == loads, "not tried again and again"
+    assert len(instance.loaded) == loads, "the rejected version is loaded again"
     store.set_current(0, back=True)
     good = publish(store, 4.0)
     until(lambda: instance.record.version == good)
@@ -217,7 +219,7 @@ def test_follower_start_ends_at_current_if_it_moves_during_the_first_load(store,
     instance.follower.start()
     found = (pruned, instance.follower.version.number, instance.record.version)
     instance.follower.stop()
-    assert found == ([2, 3, 4], 5, 5), "1 is being loaded"
+    assert found == ([2, 3, 4], 5, 5), "the version being loaded is not expected"
 
 
 def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(store, instance, monkeypatch):

@@ -138,7 +138,7 @@ def test_training_key_header_must_be_text(serving):
     [("{}", [400]), (json.dumps({PROBE_HEADER: "1"}), []), (None, [400])],
     ids=["request", "probe", "header that is not UTF-8"],
 )
-def test_errors_are_counted_except_those_of_probes(serving, monkeypatch, parameters, counted):
+def test_errors_of_requests_are_counted_but_not_of_probes(serving, monkeypatch, parameters, counted):
     """critic_train and critic_save must refuse a probe: the alert on refused requests fired at each start."""
 
     def undecodable(self):
@@ -390,8 +390,10 @@ def test_a_started_request_keeps_its_version_without_blocking_others(make_model)
     model.loaded.execute(short)
     model.swap_during(2)
     ran = model.run(9)
-    assert (2, 10) in ran[1:3], "those that have not begun do not wait for the long one"
-    assert sum(rows for version, rows in ran if version == 1) == 30, "the long one's, and no other's"
+    assert (2, 10) in ran[1:3], "requests that have not started wait for the long one"
+    assert sum(rows for version, rows in ran if version == 1) == 30, (
+        "the old version scored other rows than the long request's"
+    )
     assert answers(long)[0].outputs[VALUES].tolist() == [[1]] * 40
     assert {answer.outputs[VALUES].item() for answer in answers(*short)} == {2}
 
@@ -508,7 +510,7 @@ def test_requests_are_answered_while_triton_refuses_counters(make_model, serving
         model.loaded.execute([request := rows_of(3, 10)])
         model.run(3)
         assert answers(request)[0].error is None
-    assert sum(sent) == 9 + 9 + 90, "nothing is lost: nine forward passes of one row of ten tokens"
+    assert sum(sent) == 9 + 9 + 90, "forward passes are missing from the counters"
 
 
 def sentence(text=b"A list"):

@@ -101,7 +101,7 @@ def test_answer_means_that_every_live_server_serves_the_version(pair, capsys):
     version = train(pair.run, 1)  # the second server is not there yet: it does not hold up the first
     assert served(pair.run) == version
     pair.start(1)
-    assert served(pair.runs[1]) == version, "ready means: serves CURRENT"
+    assert served(pair.runs[1]) == version, "a server that does not serve CURRENT is ready"
     version = train(pair.run, 2)
     assert [served(run) for run in pair.runs] == [version, version]
     records = pair.run.store.serving()
@@ -111,7 +111,7 @@ def test_answer_means_that_every_live_server_serves_the_version(pair, capsys):
     urls = pair.run.config.trainer.servers
     pair.kill(1)
     version = train(pair.run, 3)
-    assert served(pair.run) == version, "a dead server delays no other"
+    assert served(pair.run) == version, "a dead server delayed the other one"
     outcomes = ModelServers(urls).versions()
     assert [outcome.version for outcome in outcomes] == [version, None]
     assert "cannot be reached" in str(outcomes[1].error)
@@ -178,7 +178,7 @@ def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair):
     try:
         words("INFO step 2/")
         scored = [num_answered(server, CRITIC_INFER) - old for server, old in zip(servers, before, strict=True)]
-        assert min(scored) > 0, "both get requests; how they share is in tests/library/client/test_pool.py"
+        assert min(scored) > 0, "one of the servers got no requests"
         for number, server in enumerate(servers):
             assert "s: all requests are answered" in pair.drain(number)
             words(f"{server.url} is ready again")
@@ -186,7 +186,7 @@ def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair):
         counts = ("failed_requests", "over_budget", "failed_critic_updates", "outages")
         assert [last[f"client/{name}"] for name in counts] == [0, 0, 0, 0]
         about_servers = [line for line in log().splitlines() if "WARNING" in line and "no response ended" not in line]
-        assert not about_servers, "a drain costs no request, so there is nothing to warn of"
+        assert not about_servers, "a drain, which costs no request, caused a warning"
         pair.kill(0)
         words(f"{pair.run.url} gets no requests until it is ready again")
         assert steps(3)["client/outages"] == 0

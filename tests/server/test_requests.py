@@ -62,7 +62,7 @@ def test_concurrent_requests_share_batches_and_keep_their_own_scores(live):
         alone = ask_all(live.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
         assert mean_batch(between, settled_statistics(control, REWARD_MODEL)) > 2
     assert between.inference_count - before[REWARD_MODEL].inference_count == NUM_CONCURRENT
-    assert {*answers[0]} == {*NAMES}, "without the optional outputs"
+    assert {*answers[0]} == {*NAMES}, "the reply has an optional output"
     assert_scores(live, rows, answers)
     assert_scores(live, rows, alone)
     mixed = [scoring_inputs([row]) if i % 2 else {"tokens": row[None]} for i, row in enumerate(rows)]

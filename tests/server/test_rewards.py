@@ -136,7 +136,7 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed):
     with ControlPlane(at.grpc_url) as control:
         assert control.answers_inference(120.0)
         probed = control.probe(CRITIC_INFER, 120.0, (REWARDS, VALUES, REWARD_ERRORS))
-    assert errors_of(probed) == [""], "a function would miss the label"
+    assert errors_of(probed) == [""], "the function missed the label"
 
 
 # ---- other models ----

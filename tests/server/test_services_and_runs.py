@@ -60,7 +60,7 @@ def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path, c
     assert not run.is_running
     with pytest.raises(rt.RlhfError, match="is not in progress, so it has no server; `resume` starts it"):
         run.url  # noqa: B018
-    assert run.wait() is run, "a stop is no error"
+    assert run.wait() is run, "a stopped run counts as failed"
     steps = int(run.metrics["step"][-1])
     assert sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(run.policy_path).parameters()) > 0
     assert len(run.samples("before")) == 8
@@ -74,7 +74,7 @@ def test_a_run_started_in_a_thread_is_stopped_and_resumed_to_its_end(tmp_path, c
     assert found.report().stat().st_size > 10_000
 
 
-def test_what_the_command_refuses_is_raised_with_its_sentence(tmp_path, checkpoints, capfd):
+def test_refusals_of_the_command_are_raised_with_its_sentence(tmp_path, checkpoints, capfd):
     others = {*psutil.Process().children()}  # started by earlier tests
     with pytest.raises(rt.RlhfError) as caught:
         rt.train(
@@ -111,7 +111,7 @@ def test_served_models_answer_their_clients_and_end_with_the_block(tmp_path, che
         update = (rows, [row + 5 for row in old], old, [np.ones(row.size) for row in old])
         answer = critic.train(1, *update)
         assert (answer.loss_mean, answer.weights_version) == (pytest.approx(0.5 * 5**2), 1)
-        assert critic.train(1, *update) == answer, "a repeated step is not trained again"
+        assert critic.train(1, *update) == answer, "a repeated step got another answer"
         assert critic.rewind(0) > answer.weights_version
         assert critic.train(1, *update).loss_mean == pytest.approx(answer.loss_mean)
         children = {*psutil.Process().children(recursive=True)} - others

@@ -158,12 +158,12 @@ def test_health_check_tolerates_5_s_freezes_but_replaces_hung_and_dead_processes
         yield from (1.0, 1.0)
         rig.end_process()
         yield 1.0
-        assert rig.loads[1:] == [rig.now], "a process that is gone is replaced at once"
+        assert rig.loads[1:] == [rig.now], "a process that is gone is not replaced at once"
         yield from (1.0, IDLE_PROBE_S)
         hold(rig)
         rig.request()
         yield 1.0
-        assert rig.loads[2:] == [rig.now], "a process that lost a request is replaced before it runs again"
+        assert rig.loads[2:] == [rig.now], "a process that lost a request is not replaced before it resumes"
 
     assert rig.run(script()) is None
 
@@ -189,7 +189,7 @@ def test_process_without_forward_progress_on_its_gpu_is_replaced(rig, monkeypatc
         for _ in range(100):
             done += 1
             yield COMPUTING_SILENT_S / 10
-        assert rig.loads == [], "it computes"
+        assert rig.loads == [], "a model that computes was reloaded"
         begin = rig.now
         while not rig.loads:
             yield 1.0
@@ -219,7 +219,7 @@ def test_model_that_answers_only_errors_is_reloaded(rig, monkeypatch):
         while forwards < 8:
             forwards += 1
             yield IDLE_PROBE_S
-        assert (requests, rig.loads) == (0, []), "it scores rows for others"
+        assert (requests, rig.loads) == (0, []), "a model that scores rows was probed or reloaded"
         for _ in range(FAILED_PROBES):  # the first one only notes the number of passes
             yield IDLE_PROBE_S
         assert rig.loads == []

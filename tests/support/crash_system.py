@@ -233,11 +233,11 @@ class DisturbedSystem:
         critic = read_state(run_dir / "checkpoints" / "critic" / str(last))
         # A step is one optimizer step, so the critic's checkpoint counts its updates.
         trained = (critic["step"], critic["optimizer_step"], self.store.manifest(current).step)
-        assert trained == (last, last, last), "each step trained the critic once"
+        assert trained == (last, last, last), "a step trained the critic twice or never"
         steps = read_jsonl(run_dir / "metrics.jsonl")
         assert [line["step"] for line in steps] == list(range(1, last + 1))
         assert [line for line in read_jsonl(run_dir / "critic_metrics.jsonl") if "error" in line] == []
-        assert {line["train_rollouts/masked_samples"] for line in steps} == {0}, "every response was scored"
+        assert {line["train_rollouts/masked_samples"] for line in steps} == {0}, "a response was not scored"
 
     @property
     def store(self):

@@ -48,7 +48,7 @@ class Rig(ServerPool[Scripted]):
 
     async def __aexit__(self, *_):
         await self.close()
-        assert len(asyncio.all_tasks()) == 1, "nothing is left but the test"
+        assert len(asyncio.all_tasks()) == 1, "tasks are left besides the test"
         assert all(server.connection.closed for server in [*self.servers, *self._gone])
 
     def __getitem__(self, url):

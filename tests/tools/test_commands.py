@@ -174,7 +174,7 @@ def test_misplaced_setting_or_file_error_shows_the_right_form(words, told, capsy
 
 
 def test_each_commands_error_exits_with_code_2_and_one_line(tmp_path, monkeypatch, capsys):
-    assert set(COMMANDS) - set(ERRORS) == {"doctor"}, "it reports an error as a finding"
+    assert set(COMMANDS) - set(ERRORS) == {"doctor"}, "a command has no error here"
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["rlhf-triton"])
     (tmp_path / "file").touch()
@@ -319,9 +319,11 @@ def test_status_describes_a_run_in_each_phase(tmp_path, checkpoints, capsys):
         lines = lines_of(run.path, capsys)
     assert lines[0].partition(": ")[2] == "running: starting tritonserver"
     text = "\n".join(lines)
-    assert "step 8 of 77 ended" in text, "the settings are those that the run was started with"
+    assert "step 8 of 77 ended" in text, "status shows other settings than the run was started with"
     (tmp_path / "checkpoints" / "actor" / "6").mkdir(parents=True)
-    assert lines_of(run.path, capsys)[0].endswith(": not running; the next start begins with step 7"), "it was killed"
+    assert lines_of(run.path, capsys)[0].endswith(": not running; the next start begins with step 7"), (
+        "status takes a killed run for one in progress"
+    )
     (tmp_path / "actor_summary.json").write_text('{"steps": 8}')
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8 of 77; the next start continues")
     write_json(tmp_path / "settings.json", load_config(run.path, ["actor.steps=8"]).model_dump(mode="json"))
@@ -369,7 +371,7 @@ def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(tmp_path, che
     folders.logs_dir.mkdir()
     for name, text in logs.items():
         (folders.logs_dir / name).write_text(text)
-    assert readable(noise.encode()) is None, "nor is it shown in the terminal"
+    assert readable(noise.encode()) is None, "the terminal shows a line of noise"
     (folders.dir / "metrics.jsonl").write_text('{"step": 8, "train_rollouts/rewards": 0.5}\n{"step": 9, "tra')
     lines = lines_of(run.path, capsys)
     assert lines[0].endswith(": not running; the next start begins with step 1")

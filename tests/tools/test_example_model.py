@@ -36,7 +36,7 @@ def test_example_model_writes_a_usable_reward_and_policy(tmp_path, monkeypatch, 
         scores = load_reward(Path("models/reward")).score(rows)[:, 0]
         values = load_critic(Path("models/policy")).values(rows)
     assert abs(scores[0] - scores[1]) > 0.01
-    assert not any(row.any() for row in values), "a new head is zero"
+    assert not any(row.any() for row in values), "a new head gives values other than 0"
     # Not those of a thread that another test has left.
     assert not [record for record in caplog.records if record.name.startswith("rlhf_triton.python_backend")]
     assert main(["models"]) == 2

@@ -110,7 +110,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
     assert "choose one of the lines" in told
     sections = yaml.safe_load(text)
     assert sections["critic"]["model"] == sections["reward"]["model"] == str(tmp_path)
-    assert "attribute_weights" not in sections["reward"], "nothing is chosen for the user"
+    assert "attribute_weights" not in sections["reward"], "a label is chosen for the user"
     chosen = text.replace(
         "# attribute_weights: {helpfulness: -1, verbosity: 1}", "attribute_weights: {helpfulness: -1, verbosity: 1}"
     )
@@ -119,7 +119,7 @@ def test_init_models_lists_label_choices_for_a_reward_and_its_critic(tmp_path, c
     assert re.search(r"tokens 1 to 8 scores helpfulness -?\d\S+, verbosity -?\d", said)
 
 
-def test_init_models_refuses_an_untrained_reward_and_what_fails_to_load(tmp_path, capsys):
+def test_init_models_refuses_untrained_rewards_and_models_that_fail_to_load(tmp_path, capsys):
     body = tmp_path / "body"
     reward = tmp_path / "reward"
     save_tiny(body, "qwen2", "body")
@@ -294,7 +294,7 @@ def test_pickle_with_anything_but_tensors_is_refused(tmp_path, content):
     save(file)
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(file))}.*{told}") as caught:
         unpickle.write_safetensors({file: ""}, tmp_path)
-    assert "weights_only" not in str(caught.value), "torch's advice to load the file all the same"
+    assert "weights_only" not in str(caught.value), "the message has torch's advice to load the file anyway"
     assert file.is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["weights.bin"]
 

@@ -296,7 +296,7 @@ def test_declared_fingerprints_differ_for_different_rewards(tmp_path):
 
 
 @pytest.mark.parametrize("rewards", [None, {"length": LABEL, "model": {}}])
-def test_models_of_two_stores_are_told_apart_and_those_of_a_copy_are_not(tmp_path, rewards):
+def test_models_of_two_stores_differ_and_models_of_a_copy_do_not(tmp_path, rewards):
     """Version 1 of one store is not that of the other, although both begin with the same weights."""
 
     def declared(run):

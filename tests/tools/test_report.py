@@ -128,7 +128,7 @@ class TestData:
         with pytest.raises(FileNotFoundError, match=name):
             finish_run(run_dir, **MEASURED)
 
-    def test_a_run_whose_validation_changed_compares_the_prompts_that_it_validated_before_and_after(self, run_dir):
+    def test_report_compares_only_prompts_validated_before_and_after(self, run_dir):
         write_lines(run_dir / "samples.jsonl", SAMPLES[:3])
         assert finish_run(run_dir, **MEASURED).summary["reward_gain_ci95"] == [2.0, 2.0]
 
@@ -209,7 +209,7 @@ class TestPage:
         assert not re.search(r"PPO never saw|<script|url\(|@import", page)
         assert str(tmp_path) not in page
         widths = re.findall(r"(?<!max-)(?:width: |minmax\()(\d+)px", page)
-        assert max(map(int, widths)) < 390, "a phone's width, which no rule exceeds"
+        assert max(map(int, widths)) < 390, "a rule is wider than a phone"
         for key in SUMMARY_KEYS:
             assert (f"<code>{key}</code>" in page) == (not key.startswith(("process_reward_", "steps_")))
         assert page.count("<figure>") == 8
@@ -219,7 +219,7 @@ class TestPage:
         assert "<dc:date>" not in first
         write_curves(load_run(full_run), tmp_path / "curves.png")
         width, height = struct.unpack(">II", (tmp_path / "curves.png").read_bytes()[16:24])
-        assert 1200 <= width <= 1600, "wide enough for a README"
+        assert 1200 <= width <= 1600, "the picture is too small or large for a README"
         assert 800 <= height <= 1200
 
     def test_report_thins_long_runs(self, tmp_path):
@@ -253,7 +253,9 @@ class TestPage:
             assert expected in text
         # No machine, no default, and without validation and logged texts nothing of them.
         write_page(load_run(run_dir), tmp_path / "page.html")
-        assert '.from_pretrained("mine/policy")' in (tmp_path / "page.html").read_text(), "seen from the page's folder"
+        assert '.from_pretrained("mine/policy")' in (tmp_path / "page.html").read_text(), (
+            "the policy's path is not relative to the page's folder"
+        )
         assert not re.search("8123|<code>actor.steps</code>|Texts before and after|held-out|<h2>Texts</h2>", text)
 
     @pytest.mark.usefixtures("no_pictures")
@@ -331,7 +333,7 @@ class TestSections:
             "<td><code>mine</code></td><td class=n>0.123</td><td>A figure.</td>",
         ):
             assert text in page
-        assert page.count("<h2>Texts</h2>") == 1, "it takes the place of the built-in one"
+        assert page.count("<h2>Texts</h2>") == 1, "the built-in section stays"
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["mine"] == 0.12345
 
     @pytest.mark.parametrize(
@@ -395,7 +397,7 @@ class TestSamples:
             ("7 ", -0.693, 3.0, 3.0, pytest.approx(0.5), 7),
         ]
         assert (first.reward, failed.reward, failed.failure) == (0.25, None, "too late")
-        assert failed.tokens[0].advantage == 5.0, "behind the four positions of the first row"
+        assert failed.tokens[0].advantage == 5.0, "a token shows the advantage of another position"
         for ahead, forwards, ratio in ((0, True, 0.25), (0, False, 1), (1, True, 0.25), (1, False, None)):
             run_dir = self.recorded(tmp_path / f"{ahead}{forwards}", recomputes=False, ahead=ahead, forwards=forwards)
             (step,), _ = shown_steps(load_run(run_dir))
@@ -418,7 +420,7 @@ class TestSamples:
         file.write_bytes(data)
         page = page_of(run_dir)
         assert f"<p>./samples/1/{file.name} is damaged at byte" in page
-        assert page.count(str(tmp_path)) == 1, "the setting run.dir, as it was written"
+        assert page.count(str(tmp_path)) == 1, "the page has the run's path elsewhere than in run.dir"
         assert "Step 2: 4 of 6 samples" in page
         assert "<h2>Numbers</h2>" in page
 
@@ -479,7 +481,7 @@ class TestCommand:
         assert "After 4 steps of GRPO" in page
         assert "The mean training reward was 0.100 in the first step and 0.400 in the last." in page
         assert "<code>failed_requests</code>" in page
-        assert "<small>failed requests</small>" not in page, "no model is served"
+        assert "<small>failed requests</small>" not in page, "failed requests are shown although no model is served"
         words = r"null|None|NaN|n/a|–|critic|version|reload|KL|held-out|server's|gold|stopped|progress"
         assert not re.search(words, page)
 
@@ -494,7 +496,7 @@ class TestCommand:
         assert "<code>actor.steps</code></td><td>1<" in page
         page = page_of(run.steps(1).finished(1))
         assert "After 1 step of GRPO" in page
-        assert "<figure>" not in page, "no curve of one step"
+        assert "<figure>" not in page, "there is a curve of a single step"
 
     def test_page_of_a_running_or_crashed_run_reports_its_last_step(self, tmp_path):
         run_dir = tmp_path / "run"
@@ -509,7 +511,7 @@ class TestCommand:
         page = page_of(run_dir)
         assert "The run stopped before its end: step 2 of 4 has ended." in page
         assert "The mean training reward was 0.100 in the first step and 0.200 in the last." in page
-        assert "Texts before and after" not in page, "there are none from after"
+        assert "Texts before and after" not in page, "texts are shown although there are none after training"
         assert [row["reward"] for row in load_run(run_dir).validations] == [0.0, pytest.approx(0.7)]
 
     def test_a_resumed_run_does_not_show_the_summary_of_its_first_part(self, tmp_path):

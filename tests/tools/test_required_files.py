@@ -97,7 +97,9 @@ def test_rendered_models_and_version_0_per_algorithm(algorithm, reward, tmp_path
     check_files(config, server=True, actor=True)
     rendered = render_configs.render_configs(config)
     assert set(rendered) == models_of(algorithm, reward)
-    assert parameters_of(rendered["reward_model"])["tokenizer_fingerprint"], "the actor compares it with the policy's"
+    assert parameters_of(rendered["reward_model"])["tokenizer_fingerprint"], (
+        "the reward model has no fingerprint to compare with the policy's"
+    )
 
     started = mock.Mock(return_value=mock.Mock(returncode=0))
     monkeypatch.setattr("subprocess.run", started)
@@ -122,7 +124,7 @@ def test_missing_files_are_listed_before_anything_starts(algorithm, reward, tmp_
     for line in lines:
         role = line.partition(".")[0]
         assert str(tmp_path / ("none" if "prompts" in line else role)) in line
-        assert "give " in line, "what to do"
+        assert "give " in line, "the message does not say what to do"
     assert not (tmp_path / "run").exists()
 
 
@@ -307,7 +309,7 @@ def test_reference_on_a_server_with_other_settings_is_refused(tmp_path, checkpoi
     def compare(*overrides):
         config = load_config(run.path, overrides)
         policy = Policy(config.actor)
-        assert policy.reference is None, "it is served"
+        assert policy.reference is None, "the actor holds a reference although it is served"
         asyncio.run(ServedReference(client, policy, config.reference.model).compare())
 
     other_roles = make_tokenizer()

@@ -159,7 +159,7 @@ def test_models_of_the_hub_are_downloaded(started, tmp_path, monkeypatch):
     run = rt.train("org/model", prompts="p.jsonl", reward="models/here")
     config = load_config(run.config_path)
     assert config.actor.policy.model == tmp_path / "hub" / "org" / "model"
-    assert config.reward.model == tmp_path / "models" / "here", "a folder, although it could be a name"
+    assert config.reward.model == tmp_path / "models" / "here", "a folder is taken for a name on the hub"
 
     def unreachable(name, **_):
         raise OSError("no such host") from ConnectionError("Name or service not known")
@@ -194,7 +194,7 @@ REFUSALS = [
     ({"reward": ["a", "b"]}, "reward: .*/a and b are two models, but a server has one reward model"),
     ({"reward": [("a", "b")]}, "reward: the weight of 'a' is 'b', must be a number"),
     ({"reward": lambda sample: 1.0}, "reward: <lambda> is a lambda, which has no name; write it as a function"),
-    ({"reward": cell(CLOSURE)["f"]}, "reward: inner uses 'limit' of the function around it, which cannot travel"),
+    ({"reward": cell(CLOSURE)["f"]}, "reward: inner uses 'limit' of the function around it, which the processes of"),
     ({"reward": "x.py:f", "learning_rate": 1e-4}, "unknown key learning_rate; did you mean actor.optimizer.lr?"),
     ({"algorithm": "grppo"}, "actor.algorithm.name: .* did you mean grpo"),
     ({"algorithm": 3}, "actor.algorithm is a section, not a value"),
@@ -236,7 +236,7 @@ def test_a_second_run_in_a_folder_changes_nothing_of_the_first(started, tmp_path
         rt.train("policy", prompts="p.jsonl", reward="reward", dir="p.jsonl")
 
 
-def test_a_run_that_starts_in_a_folder_keeps_it_until_its_command_has_it(started, monkeypatch):
+def test_folder_stays_reserved_until_the_command_of_its_run_holds_it(started, monkeypatch):
     def begin(policy="policy"):
         return rt.train(policy, prompts="p.jsonl", reward="reward", dir="mine")
 
@@ -406,13 +406,13 @@ def test_functions_of_one_name_do_not_replace_each_other(tmp_path):
         ("g = lambda s: 1\ndef f(s):\n    return g(s)", "f uses 'g', which is a lambda, which has no name; write it"),
         (
             "class C:\n    def m(self, s):\n        return 1\nf = C().m",
-            "m is a method of a C, whose state cannot travel",
+            "m is a method of a C, whose state the processes of a run cannot receive",
         ),
         ("class C:\n    def __call__(self, s):\n        return 1\nf = C()", "C is a C, which cannot be written into"),
         ("x = float('nan')\ndef f(s):\n    return x", "f uses 'x', which is a float, which cannot be written"),
     ],
 )
-def test_what_cannot_travel_is_named(tmp_path, source, sentence):
+def test_functions_that_other_processes_cannot_receive_are_named(tmp_path, source, sentence):
     with pytest.raises(FunctionError, match=re.escape(sentence)):
         function_spec(cell(source)["f"], tmp_path, {})
 
@@ -462,7 +462,7 @@ def test_metrics_have_our_names_and_those_of_trl(tmp_path):
     later = run.metrics
     assert np.isnan(later["reward"]).tolist() == [False, False, False, True]
     assert later["frac_reward_zero_std"][3] == 0.75
-    assert "kl" not in later, "without a reference there is none"
+    assert "kl" not in later, "there is a KL without a reference"
     assert "text" not in later
 
 
@@ -484,12 +484,12 @@ def test_samples_report_and_curves_of_a_finished_run(tmp_path):
     figure = run.plot()
     assert len(figure.axes) > 4
     assert figure._repr_svg_().startswith("<?xml")
-    assert 'width="100%"' in figure._repr_svg_(), "not wider than a notebook's cell"
+    assert 'width="100%"' in figure._repr_svg_(), "the figure can be wider than a notebook's cell"
     with pytest.raises(rt.RlhfError, match="when: 'later', must be 'before', 'after' or 'training'"):
         run.samples("later")
     with pytest.raises(rt.RlhfError, match="has no policy yet: the first checkpoint is written"):
         run.policy_path  # noqa: B018
-    with pytest.raises(rt.RlhfError, match=r"run.yaml is missing; resume a run that a command has started with this"):
+    with pytest.raises(rt.RlhfError, match=r"run.yaml is missing, because a command started this run; resume"):
         run.resume()
 
 
@@ -508,7 +508,9 @@ def test_the_policy_is_the_newest_and_can_be_uploaded(tmp_path, monkeypatch):
     assert calls[1] == ("upload", {"repo_id": "org/mine", "folder_path": str(run.path / "policy")})
     (run.path / "checkpoints" / "actor" / "5").mkdir(parents=True)
     (run.path / "export" / "step-5").mkdir(parents=True)
-    assert run.policy_path == run.path / "export" / "step-5", "the run failed after this checkpoint"
+    assert run.policy_path == run.path / "export" / "step-5", (
+        "the policy is not of the last checkpoint before the failure"
+    )
     (run.path / "checkpoints" / "actor" / "6").mkdir(parents=True)
     with pytest.raises(rt.RlhfError, match="6"):
         run.policy_path  # noqa: B018

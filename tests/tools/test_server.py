@@ -203,7 +203,7 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path):
     with log.open("ab", buffering=0) as writer:
         writer.write(b"old" * 50 + b"new" * 50)
         set_aside_if_large(log, 300)
-        assert list(tmp_path.iterdir()) == [log], "it is not too large"
+        assert list(tmp_path.iterdir()) == [log], "a log that is not too large was rotated"
         set_aside_if_large(log, 150)
         writer.write(b"after")
     assert log.read_bytes() == b"after"  # no hole of zeros before it
@@ -254,7 +254,7 @@ def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path
     assert child.new_messages() == ["cut"]
 
 
-def test_childs_module_is_not_that_of_the_working_directory(tmp_path, monkeypatch):
+def test_child_does_not_import_modules_of_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise AssertionError('not the standard library')")
     child = Child("child", ["json.tool", "--help"], tmp_path / "log", {})
@@ -327,7 +327,9 @@ def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path):
         first.send_signal(signal.SIGKILL)
         until(lambda: (vllm.restart_if_down(), vllm.server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
-        assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
+        assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", (
+            "the log of a failed start, with its reason, is lost"
+        )
         assert not psutil.wait_procs(engine, 120)[1]
         group = psutil.Process(vllm.server.pid).children()
     finally:

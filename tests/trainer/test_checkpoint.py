@@ -4,13 +4,12 @@ import json
 
 import pytest
 import torch
+from critic_training import settings, state, weights
 from loaders import load_critic
-from test_critic_update import checkpoint as checkpoint  # a fixture
-from test_critic_update import settings, weights
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint
-from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
+from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 
@@ -22,24 +21,6 @@ def folder(tmp_path):
 
 def fresh(folder):
     return CriticUpdate(load_critic(folder), settings(warmup_steps=3))
-
-
-def state(step, update, *, asked=False):
-    return CheckpointState(
-        run_id="run",
-        step=step,
-        optimizer_step=update.trained.optimizer_step,
-        version=step,
-        epoch=1,
-        asked=asked,
-        settings=update.trained.settings,
-        base_digest="a hash",
-        results=[{"entry": "x"}],
-    )
-
-
-def optimizer_bits(update):
-    return update.trained.state()
 
 
 def test_damaged_checkpoint_file_is_detected_by_its_digest(checkpoint, tmp_path):

@@ -48,7 +48,7 @@ def test_damaged_version_0_is_not_replayed(make):
         CriticReplay(rig.config, 1)
 
 
-def test_new_run_goes_on_with_the_critic_of_an_earlier_step(make):
+def test_new_run_continues_with_the_critic_of_an_earlier_step(make):
     """Its sidecar accepts the actor's rewind to that step, serves the critic, and trains as the run did."""
     rig = make(threads=1).begin()
     rig.train(1, 2)

@@ -7,74 +7,16 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from critic_training import arrays, payload, settings, silent, trained, weights
 from hypothesis import strategies as st
 from loaders import load_critic
-from settings import trainer_section
-from tiny_checkpoints import VOCAB, save_tiny
+from tiny_checkpoints import VOCAB
 
 from rlhf_triton.models.modeling import CriticModel
 from rlhf_triton.trainer.critic_update import CriticUpdate, split_rows
 from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
-
-SETTINGS = {
-    "lr": 1e-2,
-    "min_lr": 1e-3,
-    "warmup_steps": 0,
-    "max_steps": 1000,
-    "precision": "float32",
-}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("critic")
-    save_tiny(folder, "llama", "critic")
-    return folder
-
-
-def settings(**changes):
-    return trainer_section(**{**SETTINGS, **changes})
-
-
-def arrays(num_rows=12, seed=0):
-    """Return a padded payload; the target of a token is 1 if it is even, else 0."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(2, 20, (num_rows, 1))
-    width = int(lengths.max())
-    tokens = np.where(np.arange(width)[None] < lengths, rng.integers(1, VOCAB, (num_rows, width)), 0)
-    mask = ((np.arange(width - 1)[None] < lengths - 1) & (rng.random((num_rows, width - 1)) < 0.8)).astype(np.float32)
-    returns = (tokens[:, :-1] % 2 == 0).astype(np.float32)
-    prev_values = rng.normal(size=returns.shape).astype(np.float32)
-    return {
-        "tokens": tokens,
-        "sequence_lengths": lengths,
-        "returns": returns,
-        "prev_values": prev_values,
-        "mask": mask,
-    }
-
-
-def payload(num_rows=12, seed=0):
-    return train_payload(arrays(num_rows, seed), Limits(VOCAB))
-
-
-def silent(_):
-    pass
-
-
-def trained(checkpoint, payloads, *, double=False, **changes):
-    critic = load_critic(checkpoint)
-    if double:  # noise of float32 sums would hide a mistake
-        critic = CriticModel(critic.model.double())
-    update = CriticUpdate(critic, settings(**changes))
-    return update, [update.train(each, silent) for each in payloads]
-
-
-def weights(update):
-    return torch.cat([p.detach().double().flatten() for p in update.trained.parameters.values()])
-
 
 # ---- the loss ----
 

@@ -138,7 +138,7 @@ def test_publish_refuses_a_poisoned_reward_version(run, capsys, kind):
     told = capsys.readouterr()
     assert message.replace("\\", "") in told.err
     assert (run.store.current(), run.store.versions(), run.instance.served) == (0, [0], [0])
-    assert run.tool("publish", str(before)) == 0, "the next one is judged on its own"
+    assert run.tool("publish", str(before)) == 0, "a rejected version blocks the next one"
     if kind == "a permuted head":  # without a gate, only the weights are checked
         capsys.readouterr()
         assert run.tool("publish", str(changed(run, change)), gate=None) == 0

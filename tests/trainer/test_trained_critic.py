@@ -6,10 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
+from critic_training import optimizer_bits, payload, settings, silent, state, weights
 from loaders import load_critic
 from safetensors.torch import load_file
-from test_checkpoint import optimizer_bits, state
-from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
 from versions import flip
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from live_system import make_tokenizer
+from policy_sessions import make
 from ranks import on_ranks
 from settings import actor_section
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlhf_triton.actor.policy import loading
-from tests.training_engine.test_policy_ranks import make
 
 CASES = {
     "all weights": {"kl_reference": "actor"},

@@ -77,7 +77,7 @@ class _Source:
         )
 
     def _add(self, name: str, value: Any, attributes: frozenset[str]) -> None:
-        """Add what defines `name` as `value`; `attributes`: those that are used of it, if it is a module."""
+        """Add a definition or import of `name`; `attributes`: of a module, the names that the code uses."""
         if name in self._definitions:
             return
         if isinstance(value, ModuleType):
@@ -133,14 +133,14 @@ class _Source:
         """Raise FunctionError unless `inner` is a function or a class that uses no names of a function around it."""
         remedy = REMEDY
         if inspect.ismethod(inner):
-            why = f"is a method of a {type(inner.__self__).__name__}, whose state cannot travel"
+            why = f"is a method of a {type(inner.__self__).__name__}, whose state the processes of a run cannot receive"
         elif not isinstance(inner, (FunctionType, type)):
             why = f"is a {type(inner).__name__}, which cannot be written into the run's folder"
         elif inner.__name__ == "<lambda>":
             why = "is a lambda, which has no name"
             remedy = "; write it as a function"
         elif free := sorted(_free_names(inner).intersection(used)):
-            why = f"uses {free[0]!r} of the function around it, which cannot travel"
+            why = f"uses {free[0]!r} of the function around it, which the processes of a run cannot receive"
             remedy = "; make it an argument with a default"
         else:
             return
@@ -196,7 +196,7 @@ def _literal(value: Any) -> str | None:
 
 
 def _names_in(code: CodeType) -> tuple[set[str], set[str], frozenset[str]]:
-    """Return the global names that the code reads, those that it stores, and all attributes that it uses."""
+    """Return the global names that the code reads, the names that it stores, and all attributes that it uses."""
     used = set[str]()
     stored = set[str]()
     attributes = set[str]()

@@ -35,7 +35,7 @@ class LiveLine:
             print(text, file=sys.stderr, flush=True)
 
     def keep(self, text: str) -> None:
-        """Print a line that stays, above the one that is replaced."""
+        """Print a permanent line above the live one."""
         shown = self._shown
         self._shown = ""
         clear = "\r\x1b[K" if self._is_terminal else ""

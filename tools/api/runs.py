@@ -65,7 +65,7 @@ def train(
     wait: bool = True,
     **settings: Any,
 ) -> "Run":
-    """Train a policy as `rlhf-triton run` does, in processes of their own, and return the run.
+    """Train a policy as `rlhf-triton run` does, in separate processes, and return the run.
 
     The YAML that runs is written into the run's folder. A folder that has a run already resumes it.
 
@@ -87,7 +87,7 @@ def train(
             where the YAML has `file.py:name`.
 
     Raises:
-        RlhfError: what `rlhf-triton run` refuses, with its sentence, or why the run failed.
+        RlhfError: `rlhf-triton run` would refuse the arguments, or the run failed; the message says why.
     """
     with new_folder(dir, "train") as folder:
         sections = Sections(folder)
@@ -139,7 +139,7 @@ class Run:
         """
         path = self._folder() / RUN_YAML
         if not path.is_file():
-            raise RlhfError(f"{path} is missing; resume a run that a command has started with this command")
+            raise RlhfError(f"{path} is missing, because a command started this run; resume it with the same command")
         return path
 
     @property
@@ -164,7 +164,7 @@ class Run:
     def metrics(self) -> Table:
         """The steps so far, as {name: float array `[steps]`}; NaN for a step without that metric.
 
-        `step` has the numbers of the steps. Beside the names of metrics.jsonl there are those of TRL: `reward`,
+        `step` has the numbers of the steps. Beside the names of metrics.jsonl, it has TRL's: `reward`,
         `reward_std` (over all responses of the step), `frac_reward_zero_std`, `kl`, `entropy`,
         `completions/mean_length`, `completions/clipped_ratio`, `clip_ratio`, `grad_norm`, `learning_rate`, and
         `rewards/<name>/mean` of each term of a sum; as far as the run measures them.
@@ -232,7 +232,7 @@ class Run:
         run = load_run(self.path)
         drawn = pictures(run)
         if not drawn:
-            raise RlhfError(f"{self.path} has no curves yet: these need two steps")
+            raise RlhfError(f"{self.path} has no curves yet: a curve needs two steps")
         picture = StringIO()
         num_rows = math.ceil(len(drawn) / 2)
         with figure_of(picture, (12, 3.5 * num_rows)) as figure:

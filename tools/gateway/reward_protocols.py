@@ -2,8 +2,8 @@
 
 A row without a reward fails the request, except in the gateway's own `/v1/rewards`, which has a place for its error.
 
-vLLM's scores, and those of Text Embeddings Inference (TEI), are probabilities of the checkpoint's labels, or, of a
-reward that is not one checkpoint alone, its sigmoid; the rewards themselves if the request says so.
+Scores in the protocols of vLLM and Text Embeddings Inference (TEI) are probabilities of the checkpoint's labels, or the
+sigmoid of a reward that is not one checkpoint alone; if the request says so, they are the rewards themselves.
 """
 
 import abc

@@ -72,8 +72,8 @@ CURVES = (  # TensorBoard has all other metrics
     ),
     Curve(
         title="Critic: explained variance of the returns",
-        caption="How much of the returns' variance the critic explains: 1 is all; below 0 its values are further off "
-        "than their mean would be, as those of a new critic are. The axis ends at -1.",
+        caption="How much of the returns' variance the critic explains: 1 is all. Below 0, the returns' mean would be "
+        "closer to them than the critic's values, as with a new critic. The axis ends at -1.",
         lines={"train_rollouts/explained_variance": "served version"},
         low=-1.0,
         high=1.0,
@@ -91,7 +91,7 @@ CURVES = (  # TensorBoard has all other metrics
     ),
     Curve(
         title="Conversations that a limit ended (share)",
-        caption="Those whose environment failed are not among them.",
+        caption="Conversations whose environment failed are not counted.",
         lines={"train_rollouts/truncated": "share"},
         high=1.03,
     ),
@@ -108,7 +108,7 @@ CURVES = (  # TensorBoard has all other metrics
     ),
     Curve(
         title="Prompts whose responses differ in reward (share)",
-        caption="The others teach nothing where responses to a prompt are compared.",
+        caption="Algorithms that compare the responses to a prompt learn nothing from the other prompts.",
         lines={"train_rollouts/useful_prompts": "share"},
         high=1.03,
     ),

@@ -15,9 +15,9 @@ class ReportSection:
     text: str = ""
     """Stands below the title; HTML if it is a `markupsafe.Markup`."""
     table: Sequence[Sequence[Any]] = ()
-    """Rows of cells, the first of which is the head; numbers are rounded and aligned to the right."""
+    """Rows of cells, first the row of headings; numbers are rounded and aligned to the right."""
     pictures: Mapping[str, Callable[[Any, Any], None]] = field(default_factory=dict)
-    """{caption: function that draws on matplotlib's axes, given these and the run}; shown among the curves."""
+    """{caption: function of matplotlib's axes and the run, which draws on the axes}; shown among the curves."""
     results: Sequence[str] = ()
     """Sentences for the list at the top of the page."""
     cards: Sequence[tuple[str, str, str]] = ()

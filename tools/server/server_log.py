@@ -62,8 +62,8 @@ def relay_lines(path: Path, ended: Callable[[], bool], log: Log) -> None:
 def set_aside_if_large(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
     """Rotate a log larger than `limit_bytes`: keep its newest part as `<name>.previous.log` and truncate the file.
 
-    The writing process keeps its file descriptor, which it must have opened in append mode. What it writes between the
-    copy and the truncation is lost. After a disk error, the log is left as it is until the next call.
+    The writing process keeps its file descriptor, which it must have opened in append mode. Lines that it writes
+    between the copy and the truncation are lost. After a disk error, the log is left as it is until the next call.
     """
     with contextlib.suppress(OSError):
         size = path.stat().st_size

@@ -77,7 +77,7 @@ async def test_a_transient_failure_is_retried_and_a_final_one_is_not(answers, er
         assert len(server.asked) == num_asked
         seen = client.counters
         assert (seen.requests, seen.retries, seen.failed_requests) == (1, num_asked - 1, bool(error))
-        assert server.encodings == {"identity"}, "compression costs CPU time, and floats hardly shrink"
+        assert server.encodings == {"identity"}, "responses are compressed, which costs CPU time"
 
 
 @pytest.mark.parametrize("kind", ["scoring", "training"])
@@ -142,7 +142,7 @@ async def test_request_waits_for_its_demanded_version_without_spending_retries()
     async with FakeTriton(first(*["behind"] * 9)) as server, client_of(server, retries=0) as client:
         await client.score(ROWS, ("values",), versions=NEWER)
         assert client.counters == RequestCounters(requests=1, retries=9)
-        assert server.probes == 0, "it is healthy"
+        assert server.probes == 0, "a healthy server is probed"
 
 
 async def test_missing_demanded_version_raises_at_the_deadline_with_both_versions(monkeypatch):
@@ -154,7 +154,7 @@ async def test_missing_demanded_version_raises_at_the_deadline_with_both_version
         with pytest.raises(RequestFailed, match=told) as failed:
             await client.score(ROWS, ("values",), versions=NEWER)
         assert failed.value.code == DEMANDED
-        assert not isinstance(failed.value, RequestRefused), "halving the request would not help"
+        assert not isinstance(failed.value, RequestRefused), "the request would be halved in vain"
         assert client.counters.failed_requests == 1
         assert len(server.asked) == 4
 
@@ -188,7 +188,7 @@ async def test_step_that_failed_at_the_sidecar_raises_server_failed():
         with pytest.raises(RequestFailed, match="tokens: missing") as refused:
             await train(client, 2)
         assert not isinstance(refused.value, ServerFailed)
-        assert len(server.asked) == 2, "neither is repeated"
+        assert len(server.asked) == 2, "a refused request is repeated"
 
 
 async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatch):
@@ -207,7 +207,7 @@ async def test_missing_sidecar_is_waited_for_once_the_run_has_trained(monkeypatc
         await train(client, 1)
         with pytest.raises(RequestFailed, match="no room"):
             await train(client, 2)
-        assert len(server.asked) == 1 + 11 + 6, "repeated more often than retries allows"
+        assert len(server.asked) == 1 + 11 + 6, "the request is not repeated more often than retries allows"
 
 
 async def test_request_in_the_journal_has_no_result_yet():

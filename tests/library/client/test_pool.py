@@ -61,7 +61,7 @@ def test_attempts_spend_the_retry_budget_only_for_pauses(failures, retries, rese
         record[failure](failure, "here:1")
     with pytest.raises(RequestFailed, match=error) if error else contextlib.nullcontext():
         record[failures[-1]](failures[-1], "here:1")
-    assert one.budget.spend() == (failures == [WRONG]), "only what pauses takes from it"
+    assert one.budget.spend() == (failures == [WRONG]), "a failover takes from the retry budget"
 
 
 def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch):
@@ -71,7 +71,7 @@ def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch):
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
     assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
     firsts = {attempts(1).pause_s(BUSY, "here:1") for _ in range(20)}
-    assert len(firsts) > 10, "those that failed together come back one by one"
+    assert len(firsts) > 10, "requests that failed together retry together"
 
 
 def test_attempts_end_at_max_outage_s_if_servers_refuse_connections(monkeypatch):
@@ -158,11 +158,11 @@ async def test_pool_chooses_the_server_with_the_fewest_requests_in_flight():
         other = ({"a:1", "b:1"} - {first.url}).pop()
         assert [await servers.take() for _ in range(4)] == [other] * 4
         async with servers.select("m", writes=False, patient=True, avoid=[other]) as server:
-            assert server is first, "the other one is behind"
+            assert server is first, "the server to avoid gets the request"
         for _ in range(5):
             await held.enter_async_context(servers.select("m", writes=False, patient=True))
         assert [(server.url, server.in_flight) for server in servers.servers] == [("a:1", 3), ("b:1", 3)]
-        assert not servers._tasks, "addresses without a name are not resolved again"
+        assert not servers._tasks, "addresses without a name are resolved again"
 
 
 async def test_training_requests_stay_with_one_server_while_it_is_healthy():
@@ -188,9 +188,11 @@ async def test_a_lost_server_gets_no_requests_until_all_models_are_ready(caplog)
         lost.connection.not_ready = {"critic_train"}
         assert await servers.fail("a:1", REFUSED)
         await until(lambda: lost.connection.asked.count("m") >= 3)
-        assert {await servers.take() for _ in range(4)} == {"b:1"}, "one of its models is not ready"
+        assert {await servers.take() for _ in range(4)} == {"b:1"}, (
+            "a server with a model that is not ready gets requests"
+        )
         assert lost.down == "critic_train not ready"
-        assert lost.losses >= 3, "each failed probe makes the next pause longer"
+        assert lost.losses >= 3, "failed probes do not make the pause longer"
         lost.connection.not_ready.clear()
         await until(lambda: lost.down is None)
         assert {await servers.take() for _ in range(4)} == {"a:1", "b:1"}
@@ -222,7 +224,7 @@ async def test_a_slow_or_busy_server_is_probed_once_and_stays_if_it_is_ready(fai
         await until(lambda: bool(connection.asked))
         connection.gate.set()
         assert not any(await asyncio.gather(*failing))
-        assert connection.asked == ["m"], "they share one probe"
+        assert connection.asked == ["m"], "two requests probe the same server"
         assert servers["a:1"].accepts("m")
         connection.refuses = True
         assert await servers.fail("a:1", failure)
@@ -250,7 +252,7 @@ async def test_dead_model_is_tried_by_one_request_at_a_time():
         async with servers.select("critic", writes=False, patient=True) as server:
             assert not servers.can_accept("critic")
             await servers.record_failure(server, "critic", DEAD)
-        assert server.suspended["critic"].losses == 2, "each failure makes the pause longer"
+        assert server.suspended["critic"].losses == 2, "failures do not make the pause longer"
         async with servers.select("critic", writes=False, patient=True):
             pass  # called off: the next one may try
         waiting = [asyncio.create_task(servers.take("critic")) for _ in range(3)]
@@ -265,7 +267,7 @@ async def test_outage_is_logged_counted_and_ends_with_a_healthy_server(caplog, m
     monkeypatch.setattr("rlhf_triton.client.outage.REMIND_EVERY_S", 0.001)
     async with Rig() as servers:
         await servers.lose_all()
-        assert servers.counters.outages == 0, "no request has had to wait"
+        assert servers.counters.outages == 0, "an outage is counted although no request waited"
         waiting = [asyncio.create_task(servers.take()) for _ in range(20)]
         reminder = r"no healthy server for \d+ s: a:1: Connection refused; b:1"
         await until(lambda: re.search(reminder, caplog.text) is not None)
@@ -329,10 +331,14 @@ async def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monke
         names.hosts = ("10.0.0.1", "10.0.0.2")
         await until(lambda: len(servers.servers) == 2)
         joining = servers["10.0.0.2:8000"]
-        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, "it has not been probed"
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, (
+            "a new server gets requests before its probe"
+        )
         joining.connection.gate.set()
         await until(lambda: len(joining.connection.asked) >= 3)
-        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, "every server was healthy"
+        assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, (
+            "a new server that is not ready gets requests"
+        )
         joining.connection.not_ready.clear()
         await until(lambda: joining.down is None)
         assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
@@ -349,12 +355,12 @@ async def test_server_removed_from_dns_answers_its_requests_in_flight(monkeypatc
             names.hosts = ("10.0.0.2",)
             await until(lambda: leaving not in servers.servers)
             assert {await servers.take(writes=writes) for writes in (True, False)} == {"10.0.0.2:8000"}
-            assert await servers.record_failure(leaving, "m", LOST), "not probed: it has left"
+            assert await servers.record_failure(leaving, "m", LOST), "a server that has left is probed"
             assert not leaving.connection.closed
         names.hosts = ("10.0.0.1", "10.0.0.2")  # its address is given to another server
         await until(lambda: len(servers.servers) == 2 and not any(s.down for s in servers.servers))
         assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
-    assert caplog.records == [], "no warning"
+    assert caplog.records == [], "a slow server caused a warning"
 
 
 @pytest.mark.usefixtures("often")
