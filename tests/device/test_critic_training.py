@@ -6,7 +6,7 @@ import torch
 from settings import trainer_section
 from tiny_checkpoints import VOCAB, save_tiny
 
-from rlhf_triton.models.modeling import load_critic, save_critic
+from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.wire.training_payload import TrainPayload
@@ -25,7 +25,7 @@ def payload():
 def update_of(folder, family, **settings):
     save_tiny(folder / "critic", family, "critic")
     (folder / "version").mkdir()
-    save_critic(load_critic(folder / "critic", device="cpu"), folder / "version")
+    load_critic(folder / "critic", device="cpu").write(folder / "version")
     section = trainer_section(warmup_steps=0, **settings)
     return CriticUpdate(build_critic(folder / "version", section, seed=0), section)
 

@@ -19,7 +19,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.models import modeling
 from rlhf_triton.models.collation import collate
 from rlhf_triton.models.mapped_tensors import check_finite
-from rlhf_triton.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.models.token_head import TokenHead
 from rlhf_triton.python_backend.serving.ranks.loaders import load_model
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -183,9 +183,9 @@ def last_values(critic):
     return np.array([[values[-1]] for values in critic.values(MIXED)])
 
 
-def saved(critic, folder, **settings):
+def saved(critic, folder):
     folder.mkdir()
-    save_critic(critic, folder, **settings)
+    critic.write(folder)
     return folder
 
 

@@ -46,7 +46,7 @@ from rlhf_triton.models import modeling, output_head
 from rlhf_triton.models.batching import plan_micro_batches
 from rlhf_triton.models.collation import collate
 from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
-from rlhf_triton.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.models.output_head import head_logprobs, linear_head
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import TrainedCritic
@@ -216,7 +216,7 @@ def test_values_are_bit_identical_after_a_swap_and_in_any_order(tmp_path):
     """Each row has its own forward pass, as under `run.deterministic`; the model is wide enough to expose sum order."""
     save_tiny(tmp_path, "llama", "critic", hidden_size=256, intermediate_size=512, max_position_embeddings=128)
     critic = load_critic(tmp_path)
-    save_critic(critic, tmp_path)
+    critic.write(tmp_path)
     rows = rows_of(1, 2, 3, 7, 16, 31, 50, 77, 120)
     fresh = {row.size: critic.values([row])[0].tobytes() for row in rows}
     for same in (critic, critic.with_weights(tmp_path)):
@@ -251,7 +251,7 @@ def test_swap_leaks_no_objects(tmp_path):
     """safetensors 0.8.0 loses two numbers for each tensor that it reads: a gigabyte after 100,000 swaps of 150."""
     save_tiny(tmp_path, "llama", "reward")
     critic = modeling.load_critic(tmp_path)
-    save_critic(critic, tmp_path)
+    critic.write(tmp_path)
     assert all_mapped(critic.with_weights(tmp_path).model)
     blocks = []
     gc.freeze()  # what other tests left takes a second to examine
@@ -568,7 +568,7 @@ def test_rows_beyond_the_stable_rope_length_are_refused(tmp_path, model, caplog)
     with caplog.at_level(logging.WARNING):
         critic = load_critic(folder)
     assert ("rows are limited to 16 tokens, not max" in caplog.text) == (model != "dynamic")
-    save_critic(critic, folder)
+    critic.write(folder)
     published = json.loads((folder / "config.json").read_text())  # what critic_train reads
     found = (critic.limits.max_length, inspect_checkpoint(folder).max_positions, max_positions(published))
     assert found == (LIMIT, LIMIT, LIMIT)

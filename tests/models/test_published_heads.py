@@ -40,7 +40,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.models import transformers_classes
-from rlhf_triton.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
 
@@ -1084,7 +1084,7 @@ def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, nam
     update.train(TrainPayload(given[0], np.array([given[0].size]), ones, ones, ones), lambda _: None)
     assert np.abs(last(update.critic, given) - expected).max() > 1e-3
     (tmp_path / "1").mkdir()
-    save_critic(update.critic, tmp_path / "1")
+    update.critic.write(tmp_path / "1")
     for again in (load_critic(tmp_path / "1"), critic.with_weights(tmp_path / "1")):
         np.testing.assert_array_equal(last(again, given), last(update.critic, given))
 
