@@ -13,6 +13,7 @@ from jinja2 import meta
 
 from rlhf_triton.actor.data.prompt_files import EMPTY
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import (
     SpecialTokens,
     encode_prompt,
@@ -26,7 +27,6 @@ from rlhf_triton.checkpoints.tokenization import (
     special_tokens_in,
 )
 from rlhf_triton.config import RunConfig
-from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.rewards.function import MESSAGES_KEY
 from rlhf_triton.tools.checks import Finding, warning
 from rlhf_triton.wire.chats import (
@@ -335,7 +335,7 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
     served = {f"{role}.model": section.model for role, section in config.served_sections.items()}
     for key, model in {"actor.policy.model": folder, **served}.items():
         num_rows = num_embeddings(model)
-        if num_rows is None or not has_tokenizer(model):
+        if num_rows is None or not tokenizer_kind(model):
             continue
         own = load_tokenizer(model)
         if lacking := [i for i in sorted(own.get_vocab().values()) if i >= num_rows]:
