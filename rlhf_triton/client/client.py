@@ -18,7 +18,7 @@ from rlhf_triton.client.connection import HTTPConnection, ServerMessage
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRIES, RETRY_RESERVE, TRAIN_DEADLINE_S, Attempts, RequestCounters, RetryBudget
 from rlhf_triton.client.served import Expected, ServedModel
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.monitoring.tracing import span, traceparent
 from rlhf_triton.store.ownership import Sender
@@ -48,7 +48,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     def __init__(
         self,
         url: str,
-        settings: ClientSection,
+        settings: ClientSettings,
         *,
         training_key: str | None = None,
         retries: int = RETRIES,

@@ -10,7 +10,7 @@ from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, f
 from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import absence_explained
 from rlhf_triton.client.rows import Rows, per_row, plain_object, token_rows, training_arrays
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import Arrays, VersionRange
@@ -65,7 +65,7 @@ class AsyncCriticClient(AsyncClient):
         *,
         run_id: str,
         training_key: str | None = None,
-        settings: ClientSection | None = None,
+        settings: ClientSettings | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -233,7 +233,7 @@ class CriticClient(BlockingClient[AsyncCriticClient]):
         *,
         run_id: str,
         training_key: str | None = None,
-        settings: ClientSection | None = None,
+        settings: ClientSettings | None = None,
     ) -> None:
         """Connect to nothing yet; arguments and errors as in `AsyncCriticClient`."""
         super().__init__(AsyncCriticClient(url, run_id=run_id, training_key=training_key, settings=settings))

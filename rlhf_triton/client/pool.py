@@ -20,7 +20,7 @@ from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
 from rlhf_triton.client.training_queue import QueuedRequest, TrainingQueue
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 from rlhf_triton.errors import RlhfError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ServerPool(Generic[C]):
         self,
         addresses: Sequence[str],
         connect: Callable[[str], C],
-        settings: ClientSection,
+        settings: ClientSettings,
         counters: RequestCounters,
         *,
         hint: str = HINT,

@@ -7,7 +7,7 @@ rendered into config.pbtxt.
 from rlhf_triton.config.actor import (
     ActorSection,
     AlgorithmSection,
-    ClientSection,
+    ClientSettings,
     GenerationSection,
     KLSection,
     PolicySection,
@@ -32,7 +32,7 @@ from rlhf_triton.config.sections import (
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
-    "ClientSection",
+    "ClientSettings",
     "ConfigError",
     "CriticSection",
     "EnvironmentSection",

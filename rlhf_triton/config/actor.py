@@ -308,7 +308,7 @@ class ValidationSection(Section):
     """Greedy decoding in validations, instead of sampling."""
 
 
-class ClientSection(Section):
+class ClientSettings(Section):
     """The actor's requests to the servers."""
 
     servers: tuple[Address, ...] = ()
@@ -356,7 +356,7 @@ class ActorSection(Section):
     """AdamW and the learning-rate schedule of the policy. A step takes `update.epochs` * `rollout_size` /
     `update.minibatch_size` optimizer steps."""
     validation: ValidationSection = ValidationSection()
-    client: ClientSection = ClientSection()
+    client: ClientSettings = ClientSettings()
 
     @property
     def is_one_update(self) -> bool:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from fake_reward import FakeReward
 
-from rlhf_triton import ClientSection, ContractError, RequestFailed, RewardClient, RlhfError, Scores
+from rlhf_triton import ClientSettings, ContractError, RequestFailed, RewardClient, RlhfError, Scores
 from rlhf_triton.client.reward_source import RowResult
 from rlhf_triton.client.served import ServedModel
 
-QUICK = ClientSection(max_outage_s=0.0)
+QUICK = ClientSettings(max_outage_s=0.0)
 CHAT = [{"role": "user", "content": "Hi"}]
 
 

@@ -15,7 +15,7 @@ from rlhf_triton.client import retry
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind, RequestFailed
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
 from rlhf_triton.client.training_queue import TrainingQueue
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 
 WRONG = AttemptFailed(ErrorKind.WRONG, "refused", "step: 9")
 RESET = AttemptFailed(ErrorKind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
@@ -25,7 +25,7 @@ RESET = AttemptFailed(ErrorKind.LOST, "cannot be reached", "Connection reset by 
 
 
 def attempts(retries, *, budget=None, **settings):
-    return Attempts("critic", ClientSection(**settings), budget or RetryBudget(100), retries=retries)
+    return Attempts("critic", ClientSettings(**settings), budget or RetryBudget(100), retries=retries)
 
 
 def test_retry_budget_is_bounded_and_refilled_per_request():
