@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.client.batching import halved
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.connection import timeout
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
+from rlhf_triton.client.halving import halved
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
 from rlhf_triton.rewards.groups import grouped
