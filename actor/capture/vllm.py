@@ -49,7 +49,7 @@ class VllmSampler:
         }
         attempts = Attempts("vLLM", self._settings, self._budget, retries=1, session=session)
         try:
-            return await self._servers.answer(attempts, lambda server: server.generate(tokens, wanted))
+            return await self._servers.request(attempts, lambda server: server.generate(tokens, wanted))
         except RequestFailed as error:
             raise HttpError(400 if isinstance(error, RequestRefused) else 503, str(error)) from error
 

@@ -74,7 +74,7 @@ C = TypeVar("C", bound=AsyncClient)
 
 
 class BlockingClient(AbstractContextManager[Any], Generic[C]):
-    """Blocks its callers, who may be several threads, until an asynchronous client has the answer.
+    """Blocks its callers, who may be several threads, until an asynchronous client has the reply.
 
     It has an event loop in a thread of its own, so it works where a loop runs already, as in a notebook; there it
     blocks that loop.

@@ -64,7 +64,7 @@ _CONNECTION_ERROR = re.compile(
     r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
     re.IGNORECASE,
 )
-_NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+_NO_REPLY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 # Outputs that a probe requests from each scoring model.
 PROBED_OUTPUTS = {
     REWARD_CHECKPOINT: (REWARDS,),
@@ -81,7 +81,7 @@ _PROBE = {PROBE_HEADER: "1"}
 class Failure(Enum):
     """Why a call of the control plane failed."""
 
-    NO_ANSWER = "no answer, or an unexpected one"
+    NO_REPLY = "no reply, or an unexpected one"
     REFUSED = "the server tried to load the model and failed; the message contains the model's own error"
     FAILED = "the model answered with an error (INTERNAL)"
     DIED = "the model's process has crashed or was killed: every request fails until the model is reloaded"
@@ -91,7 +91,7 @@ class Failure(Enum):
 class ControlPlaneError(RlhfError):
     """The server rejected the request, failed or did not respond; the message names the model and the cause."""
 
-    def __init__(self, message: str, kind: Failure = Failure.NO_ANSWER, code: str | None = None) -> None:
+    def __init__(self, message: str, kind: Failure = Failure.NO_REPLY, code: str | None = None) -> None:
         """`code`: the code in the server's message, see `client.errors`."""
         super().__init__(message)
         self.kind = kind
@@ -136,7 +136,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         try:
             self._client.infer("no-model", [], client_timeout=timeout_s)
         except InferenceServerException as error:
-            return str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
+            return str(error.status()).removeprefix("StatusCode.") not in _NO_REPLY
         return True
 
     def is_ready(self, model: str) -> bool:
@@ -184,8 +184,8 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             self._client.load_model(model, headers=self._control, config=override, client_timeout=timeout_s)
         except InferenceServerException as error:
             sentence = self._sentence(subject, error, timeout_s)
-            is_answer = str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
-            kind = Failure.REFUSED if is_answer else Failure.NO_ANSWER
+            is_reply = str(error.status()).removeprefix("StatusCode.") not in _NO_REPLY
+            kind = Failure.REFUSED if is_reply else Failure.NO_REPLY
             raise ControlPlaneError(sentence, kind, code_of(str(error.message()))) from error
 
     def _unload(self, model: str, timeout_s: float) -> None:
@@ -209,7 +209,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         return sum(group.count * max(1, len(group.gpus)) for group in self.config(model).instance_group)
 
     def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> Arrays:
-        """Send the model a request without side effects; return the `outputs` of its answer, {} if it has none.
+        """Send the model a request without side effects; return the `outputs` of its reply, {} if it has none.
 
         A scoring model scores one row of two tokens with id 0, by default for the outputs that prove that it computes;
         reward functions are not run. A reward model that needs more than tokens rejects the row, which also proves that
@@ -222,7 +222,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             self._probe_rejection(model, timeout_s)
             return {}
         wanted = tuple(outputs) or PROBED_OUTPUTS.get(model, ())
-        if model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is artificial, so NaN is a valid answer
+        if model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is artificial, so NaN is a valid score
             wanted = (REWARD_COMPONENT, REWARD_ERROR)
         return self._probe_scoring(model, wanted, timeout_s) if wanted else {}
 
@@ -230,7 +230,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         inputs = [_tensor(TOKENS, np.zeros((1, 2))), _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         try:
-            answer = self._call(
+            reply = self._call(
                 model,
                 self._client.infer,
                 model,
@@ -243,7 +243,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             if error.code == NEEDS_MORE:
                 return {}
             raise
-        arrays = {name: answer.as_numpy(name) for name in outputs}
+        arrays = {name: reply.as_numpy(name) for name in outputs}
         empty = [name for name, array in arrays.items() if array is None or array.size == 0]
         if empty:
             raise ControlPlaneError(
@@ -272,7 +272,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             raise self._error(subject, error, timeout_s) from error
 
     def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
-        failed = Failure.FAILED if str(error.status()).endswith("INTERNAL") else Failure.NO_ANSWER
+        failed = Failure.FAILED if str(error.status()).endswith("INTERNAL") else Failure.NO_REPLY
         kinds = {UNTIL_LOADED: Failure.UNUSABLE, DEAD_PROCESS: Failure.DIED}
         code = code_of(str(error.message()))
         return ControlPlaneError(self._sentence(subject, error, timeout_s), kinds.get(code or "", failed), code)

@@ -102,8 +102,8 @@ class AsyncCriticClient(AsyncClient):
         tokens = token_rows(rows)
         client = await self._connected()
         versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
-        answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
-        return RowValues(*_values(answer, tokens))
+        reply = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
+        return RowValues(*_values(reply, tokens))
 
     async def score(
         self,
@@ -131,12 +131,12 @@ class AsyncCriticClient(AsyncClient):
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)
-        answer = await client.score(tokens, outputs, rows_metadata, prompt_lengths=lengths, versions=versions)
-        rewards = answer[contract.REWARDS]
+        reply = await client.score(tokens, outputs, rows_metadata, prompt_lengths=lengths, versions=versions)
+        rewards = reply[contract.REWARDS]
         errors = [""] * len(tokens)
         if explained:
-            errors = contract.sentence_texts(answer[contract.REWARD_ERRORS])
-        return RowScores(*_values(answer, tokens), rewards[:, 0] if rewards.shape[1] == 1 else rewards, errors)
+            errors = contract.sentence_texts(reply[contract.REWARD_ERRORS])
+        return RowScores(*_values(reply, tokens), rewards[:, 0] if rewards.shape[1] == 1 else rewards, errors)
 
     async def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
         """Train the critic on n rows as step `step`, and return once the new weights are served.
@@ -156,7 +156,7 @@ class AsyncCriticClient(AsyncClient):
             RlhfError: no `rewind` before.
             ServerFailed: the update failed, for the reason in the message. The step counts as done: send the next one.
             RequestRefused: the step does not fit, the key is wrong, or another client has taken over the run.
-            RequestFailed: no answer; repeat the call to get it.
+            RequestFailed: no reply; repeat the call to get it.
         """
         arrays = training_arrays(tokens, returns, prev_values, mask)
         client = await self._connected(writes=True)
@@ -211,20 +211,20 @@ class AsyncCriticClient(AsyncClient):
         return client.declared[contract.CRITIC_INFER].outputs
 
 
-def _values(answer: Arrays, rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+def _values(reply: Arrays, rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
     """Return each row's values without padding, and their version. Raises RlhfError if one is not finite."""
-    values = [answer[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
+    values = [reply[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
     for i, row in enumerate(values):
         if not np.isfinite(row).all():
             raise RlhfError(f"values[{i}]: the critic returned numbers that are not finite")
-    return values, int(answer[contract.WEIGHTS_VERSION].flat[0])
+    return values, int(reply[contract.WEIGHTS_VERSION].flat[0])
 
 
 class CriticClient(BlockingClient[AsyncCriticClient]):
     """Blocking version of `AsyncCriticClient`, which documents the calls. A context manager.
 
     Any thread may call it, several at the same time; `…_future` returns at once, with a `concurrent.futures.Future` of
-    the answer. Make one client in each process, after the fork.
+    the reply. Make one client in each process, after the fork.
     """
 
     def __init__(

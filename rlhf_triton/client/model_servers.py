@@ -44,7 +44,7 @@ class ModelServers:
     def load(self, version: int, *, timeout_s: float) -> list[Loaded]:
         """Reload the model on all servers in parallel.
 
-        A server counts as reloaded if its active configuration is the one that was sent, and its response to an
+        A server counts as reloaded if its active configuration is the one that was sent, and its reply to an
         inference request comes from `version` or a later one.
 
         Args:
@@ -72,7 +72,7 @@ class ModelServers:
         return self._ask_all(load_one)
 
     def versions(self) -> list[Loaded]:
-        """Return the version that each server serves, from its response to an inference request.
+        """Return the version that each server serves, from its reply to an inference request.
 
         Raises ControlPlaneError if a name cannot be resolved.
         """
@@ -91,8 +91,8 @@ class ModelServers:
             return list(pool.map(ask_one, urls))
 
     def _ask(self, control: ControlPlane) -> int:
-        answer = control.probe(self._model, PROBE_TIMEOUT_S, [self._output])
-        return int(answer[self._output].ravel()[0])
+        reply = control.probe(self._model, PROBE_TIMEOUT_S, [self._output])
+        return int(reply[self._output].ravel()[0])
 
 
 def _resolve(address: str) -> list[str]:

@@ -107,7 +107,7 @@ class ServerPool(Generic[C]):
                 self._wake_waiters()
 
     def record_success(self, server: Server[C], model: str) -> None:
-        """Record that the server has responded to a request for this model."""
+        """Record that the server has replied to a request for this model."""
         server.losses = 0 if server.down is None else server.losses
         if server.suspended.pop(model, None):
             self._wake_waiters()
@@ -129,15 +129,15 @@ class ServerPool(Generic[C]):
             self._set_aside(server, failure)
         return server.down is not None
 
-    async def answer(
+    async def request(
         self,
         attempts: Attempts,
-        ask: Callable[[C], Awaitable[T]],
+        send: Callable[[C], Awaitable[T]],
         *,
         queued: QueuedRequest | None = None,
         patient: bool = True,
     ) -> T:
-        """Return the result of `ask`, called with the connection to a server, after as many attempts as necessary.
+        """Return the result of `send`, called with the connection to a server, after as many attempts as necessary.
 
         `queued`: a training request's place in `training_queue`. `patient`: see `select`. Raises RequestFailed.
         """
@@ -157,13 +157,13 @@ class ServerPool(Generic[C]):
                 async with selection as server:
                     try:
                         with self.training_queue.in_flight(queued, server.url):
-                            answer = await ask(server.connection)
+                            reply = await send(server.connection)
                         self.record_success(server, attempts.model)
-                        return answer
+                        return reply
                     except AttemptFailed as failure:
                         if queued and failure.is_out_of_order and not self.training_queue.is_first(queued):
                             self.record_success(server, attempts.model)
-                            self._counters.retries += 1  # the previous step was lost: wait for its response
+                            self._counters.retries += 1  # the previous step was lost: wait for its reply
                             pause_s = 0.0
                         else:
                             pause_s = await self.pause_after(server, attempts, failure, patient=patient)
