@@ -17,7 +17,7 @@ from rlhf_triton.checkpoints.row_length import text_config
 from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
-LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
+MAX_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"

@@ -305,7 +305,7 @@ def _failed(error: RequestFailed) -> RowResult:
     return _failure(HTTPStatus.BAD_GATEWAY if is_executed else HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
 
-def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
+def _requests(rows: Sequence[Row], max_characters: int) -> list[list[int]]:
     """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`."""
     parts: list[list[int]] = []
     for are_tokens in (False, True):
@@ -314,7 +314,7 @@ def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
         for i, row in enumerate(rows):
             if (row.tokens is not None) == are_tokens:
                 size += row.num_characters
-                if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
+                if len(part) in (0, ROWS_PER_REQUEST) or size > max_characters:
                     size = row.num_characters
                     part = []
                     parts.append(part)

@@ -66,12 +66,12 @@ def make_pool():
         *,
         num_workers=1,
         timeout_s=60.0,
-        most_waiting=math.inf,
+        max_waiting=math.inf,
         **call,
     ):
         spec = spec if ":" in spec else f"{FILE}:{spec}"
         settings = FunctionCall(spec=spec, timeout_s=timeout_s, **call)
-        made.append(WorkerPool(settings, num_workers=num_workers, most_waiting=most_waiting))
+        made.append(WorkerPool(settings, num_workers=num_workers, max_waiting=max_waiting))
         return made[-1]
 
     yield make
@@ -228,7 +228,7 @@ def test_workers_inherit_only_their_own_secret(make_pool, monkeypatch):
 
 
 def test_small_requests_overtake_large_ones_in_the_worker_pool(make_pool):
-    pool = make_pool(most_waiting=202)
+    pool = make_pool(max_waiting=202)
     long, short = (pool.submit([[sample] for sample in doing(*[None] * number)]) for number in (200, 2))
     with pytest.raises(RuntimeError, match=r"samples are waiting, 200 more exceed the limit of 202; send fewer rows"):
         pool.submit([doing(*[None] * 200)]).result(120)
