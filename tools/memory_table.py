@@ -26,7 +26,7 @@ from rlhf_triton.models.adapters import Lora, with_adapters
 from rlhf_triton.models.heads import ModelHead
 from rlhf_triton.models.precision import use_bfloat16
 from rlhf_triton.trainer.trained_critic import prepare_for_training
-from rlhf_triton.training_engine.model import freeze
+from rlhf_triton.training_engine.preparation import freeze
 from rlhf_triton.training_engine.sharding import MAX_UNREDUCED_BYTES
 
 COLUMNS = ("weights", "copies", "gradients", "moments", "KV cache")

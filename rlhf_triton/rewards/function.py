@@ -56,7 +56,7 @@ MESSAGES_KEY = "messages"
 REPLY_KEY = "reply_messages"  # the reply with all its keys; with an environment, all messages after the prompt
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
-MAX_ERROR_CHARACTERS = 500  # in characters; longer messages are truncated before they are sent
+MAX_ERROR_CHARACTERS = 500  # longer messages are truncated before they are sent
 COMPLETIONS = "completions"  # parameter by which a function with TRL's signature is recognised
 TRL_ARGUMENTS = ("prompts", COMPLETIONS)
 # Arguments that TRL's trainer passes but this project cannot: the server does not know the response's tokens.
@@ -337,7 +337,7 @@ def checked(value: Any) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """Return the error as one line: type, message (at most `MAX_ERROR_CHARACTERS` characters), file name and line number."""
+    """Return the error as one line: type, message (at most `MAX_ERROR_CHARACTERS`), file name and line number."""
     if isinstance(error, (BadScore, FunctionError)):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

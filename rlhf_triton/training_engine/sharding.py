@@ -77,8 +77,8 @@ def is_sharded(model: Any) -> bool:
 def sync_gradients(model: Any, *, is_last: bool) -> None:
     """Set whether the next backward pass reduces gradients over the ranks: on GPUs, only in the last micro-batch.
 
-    Until then, each rank holds gradients of all trained weights. If these take more than MAX_UNREDUCED_BYTES, and on a CPU,
-    every backward pass reduces them. No effect on a model that is not sharded.
+    Until then, each rank holds gradients of all trained weights. If these take more than MAX_UNREDUCED_BYTES, and on a
+    CPU, every backward pass reduces them. No effect on a model that is not sharded.
     """
     if not is_sharded(model):
         return
