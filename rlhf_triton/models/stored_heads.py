@@ -47,11 +47,8 @@ def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
         header = encode_bare_text(tokenizer, text)
         # If the tokenizer splits a special token, its parts also match text that only looks like a header. A tokenizer
         # without the token may also drop it or use its unknown token.
-        ids = (
-            tuple(header)
-            if len(header) <= len(ids) and _without_space(tokenizer.decode(header)) == _without_space(text)
-            else ()
-        )
+        is_header = len(header) <= len(ids) and _without_space(tokenizer.decode(header)) == _without_space(text)
+        ids = tuple(header) if is_header else ()
     if not ids or max(ids) >= (info.vocab_size or 0):
         raise CheckpointError(
             f"{info.folder}: the gate {head.form.gate.prefix} reads at the header of an answer, {text!r}, but the "
