@@ -315,6 +315,8 @@ def test_causal_models_run_without_a_mask_and_give_the_masked_values(tmp_path, f
 @pytest.mark.parametrize("family", CONFIGS)
 def test_saved_critic_loads_as_a_transformers_checkpoint(tmp_path, family):
     save_tiny(tmp_path / "0", family, "body", reward_standardization={"mean": 0.5, "std": 2.0})
+    critic = load_critic(tmp_path / "0", standardization="off")
+    assert not any(values.any() for values in critic.values(MIXED)), "the value head starts at 0"
     critic = load_critic(tmp_path / "0")
     with torch.no_grad():
         critic.model.get_submodule("score" if family in ("llama", "qwen2") else "classifier").weight += 0.1

@@ -186,6 +186,13 @@ MOMENTS = {"normalizer.mean": [0.5], "normalizer.var": [4.0], "normalizer.count"
 GATED = {"reward_transform_matrix": (4, 4), "gating.logit_scale": (1,)}
 BATCH_NORM = {f"gating.layers.{i}.{p}": (8,) for i in (2, 5) for p in ("weight", "bias", "running_mean", "running_var")}
 LDL = {**mlp("regression_layer.network", H, 8, 8, 30), **mlp("gating_layer.network", H, 8, 8, 3, step=3)}
+ARMO = Shape(
+    "llama",
+    "LlamaForRewardModelWithGating",
+    {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
+    armo,
+    config={"vocab_size": LARGE["llama"], "num_objectives": 4},
+)
 SHAPES = {
     "Skywork-Reward": Shape("llama", LLAMA, one("score"), dtype=torch.bfloat16),
     "GRM-ft": Shape("gemma2", "Gemma2ForSequenceClassification", one("score"), dtype=torch.float16),
@@ -197,20 +204,8 @@ SHAPES = {
         config={"vhead_layer_type": "mlp", "vhead_num_neurons": 24, "vhead_num_layers": 2},
     ),
     "GRM, linear": Shape("llama", "X", one("v_head.summary", bias=True), config={"vhead_layer_type": "linear"}),
-    "ArmoRM": Shape(
-        "llama",
-        "LlamaForRewardModelWithGating",
-        {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
-        armo,
-        config={"vocab_size": LARGE["llama"], "num_objectives": 4},
-    ),
-    "ArmoRM, Gemma": Shape(
-        "gemma2",
-        "Gemma2ForRewardModelWithGating",
-        {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
-        armo,
-        config={"vocab_size": LARGE["gemma2"], "gating_temperature": 10},
-    ),
+    "ArmoRM": ARMO,
+    "ArmoRM, Gemma": replace(ARMO, family="gemma2", config={"vocab_size": LARGE["gemma2"], "gating_temperature": 10}),
     "QRM": Shape(
         "llama",
         "LlamaForRewardModelWithGating",

@@ -32,7 +32,6 @@ from rlhf_triton.wire.contract import (
     LOAD_LABEL,
     REWARD_MODEL,
     STORE_ID,
-    ContractError,
     VersionRange,
 )
 
@@ -298,12 +297,6 @@ async def test_describe_accepts_any_server_and_does_not_wait_for_a_lost_one():
         for order in ([lost, other], [other, lost]):
             async with client_of(*order, retries=0) as client:
                 assert (await client.describe(REWARD_MODEL)).parameters == other.parameters
-
-
-def test_training_key_with_a_line_end_is_refused():
-    """As read from a file. No header can have it: each request would fail as if the server were no Triton."""
-    with pytest.raises(ContractError, match=r"^training_key: must be a text of one line, without its line end$"):
-        TritonClient("localhost:8000", ClientSettings(), training_key="secret\n")
 
 
 # ---- several servers ----
