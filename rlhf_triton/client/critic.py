@@ -101,7 +101,7 @@ class AsyncCriticClient(AsyncClient):
         """
         tokens = token_rows(rows)
         client = await self._connected()
-        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
+        versions = VersionRange.of(min_version, exact_version)
         reply = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
         return RowValues(*_values(reply, tokens))
 
@@ -125,7 +125,7 @@ class AsyncCriticClient(AsyncClient):
         """
         tokens = token_rows(rows)
         client = await self._connected()
-        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
+        versions = VersionRange.of(min_version, exact_version)
         rows_metadata = per_row(contract.METADATA, metadata, len(tokens), plain_object)
         lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole_number)
         served = await self._outputs_with_rewards(client)

@@ -121,7 +121,7 @@ class AsyncRewardClient(AsyncClient):
         """
         self._check_loop()
         rows = rows_of(inputs, metadata, prompt_lengths)
-        versions = VersionRange.of({"min_version": min_version, "exact_version": exact_version})
+        versions = VersionRange.of(min_version, exact_version)
         with absence_explained(NO_REWARD):
             served = await self._source.served()
         outputs = (STEP_REWARDS, STEP_ENDS) if served.granularity else ()
