@@ -64,11 +64,6 @@ class ServerPool(Generic[C]):
         self._waits_for_same = waits_for_same
         self._writer: Server[C] | None = None
 
-    def writer(self, model: str) -> str | None:
-        """Return the URL of the server that a training request would go to now; None if there is no healthy one."""
-        server = self._writing(model)
-        return server.url if server else None
-
     @contextlib.asynccontextmanager
     async def select(
         self,
@@ -146,7 +141,7 @@ class ServerPool(Generic[C]):
         try:
             while True:
                 if queued:
-                    await self.training_queue.wait_for(queued, lambda: self.writer(attempts.model))
+                    await self.training_queue.wait_for(queued, lambda: self._writing(attempts.model))
                 selection = self.select(
                     attempts.model,
                     writes=queued is not None,
@@ -156,7 +151,7 @@ class ServerPool(Generic[C]):
                 )
                 async with selection as server:
                     try:
-                        with self.training_queue.in_flight(queued, server.url):
+                        with self.training_queue.in_flight(queued, server):
                             reply = await send(server.connection)
                         self.record_success(server, attempts.model)
                         return reply

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class QueuedRequest:
     """Position of one training request in the queue, until its reply arrives."""
 
-    sent_to: str | None = None
+    sent_to: object = None
     """Server to which the first attempt is in flight; None: not sent yet, or delayed."""
     is_delayed: bool = False
     """True once the request has been sent or had to wait. From its next attempt on, later requests wait for its
@@ -40,7 +40,7 @@ class TrainingQueue:
             self._changed.set()  # wakes all waiting requests
             self._changed = asyncio.Event()
 
-    async def wait_for(self, queued: QueuedRequest, server: Callable[[], str | None]) -> None:
+    async def wait_for(self, queued: QueuedRequest, server: Callable[[], object]) -> None:
         """Wait until the request of `queued` may be sent to the server that `server()` returns.
 
         A request that has not been delayed waits until all earlier ones have started their first attempt at that
@@ -55,7 +55,7 @@ class TrainingQueue:
         return self._line[0] is queued
 
     @contextmanager
-    def in_flight(self, queued: QueuedRequest | None, server: str) -> Iterator[None]:
+    def in_flight(self, queued: QueuedRequest | None, server: object) -> Iterator[None]:
         """Mark an attempt as in flight to `server` within the block; do nothing if `queued` is None."""
         if queued is None:
             yield
@@ -67,5 +67,5 @@ class TrainingQueue:
         finally:
             queued.sent_to = None
 
-    def _is_ahead(self, earlier: QueuedRequest, queued: QueuedRequest, server: str | None) -> bool:
+    def _is_ahead(self, earlier: QueuedRequest, queued: QueuedRequest, server: object) -> bool:
         return not queued.is_delayed and earlier.sent_to is not None and earlier.sent_to == server

@@ -527,13 +527,7 @@ def test_dynamic_rope_rows_score_the_same_after_and_beside_longer_rows(tmp_path,
 def test_rotary_tables_are_fixed_per_layer_type():
     kinds = ["full_attention", "sliding_attention"]
     config = Gemma3TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
+        **{**SMALL, "num_hidden_layers": 2},
         max_position_embeddings=LIMIT,
         layer_types=kinds,
         rope_parameters={kinds[0]: DYNAMIC, kinds[1]: {"rope_type": "default", "rope_theta": 10000.0}},
