@@ -41,7 +41,7 @@ from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.batching import padded_rows
-from rlhf_triton.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from rlhf_triton.models.modeling import load_critic, load_reward, quiet_transformers
 from rlhf_triton.store.jsonl import append_jsonl, read_jsonl
 from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -209,7 +209,7 @@ def make_checkpoints(model: str, folder: Path, device: str) -> None:
     for kind in ("reward", "policy"):
         make_checkpoint(kind, model, folder / kind, device=device, **shape)
     (folder / "critic").mkdir()
-    save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
+    load_critic(folder / "reward").write(folder / "critic")  # as its versions are stored
     AutoTokenizer.from_pretrained(folder / "reward").save_pretrained(folder / "critic")
 
 

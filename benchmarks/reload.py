@@ -36,9 +36,9 @@ from benchmarks.measuring import (
 )
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.client.control_plane import ModelServers
 from rlhf_triton.client.errors import RequestFailed
-from rlhf_triton.config import ClientSection, RunConfig
+from rlhf_triton.client.model_servers import ModelServers
+from rlhf_triton.config import ClientSettings, RunConfig
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import WeightsStore
@@ -97,7 +97,7 @@ async def _observe_all(url: str, ended: Path) -> dict[str, list[Any]]:
     """Have one row at a time scored by each client, without retries, until there is a file `ended`."""
     observed: dict[str, list[Any]] = {"start_s": [], "end_s": [], "version": [], "failures": []}
     rows = itertools.cycle(make_trace(256))  # one event loop: the clients share the iterator
-    settings = ClientSection(deadline_s=300, max_outage_s=0)
+    settings = ClientSettings(deadline_s=300, max_outage_s=0)
     async with TritonClient(url, settings, retries=0, max_in_flight=CLIENTS) as client:
 
         async def ask() -> None:

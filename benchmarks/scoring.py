@@ -41,7 +41,7 @@ from benchmarks.measuring import (
     running_triton,
 )
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ClientSection, RunConfig
+from rlhf_triton.config import ClientSettings, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import free_port
@@ -257,7 +257,7 @@ CONTENDERS: dict[str, Callable[[Setup], contextlib.AbstractContextManager[Runnin
 @contextlib.asynccontextmanager
 async def to_triton(url: str, width: int) -> AsyncIterator[Send]:
     """Yield a sender that pads rows to `width` tokens; 0: to the longest row of the request."""
-    settings = ClientSection(deadline_s=DEADLINE_S, max_outage_s=0)
+    settings = ClientSettings(deadline_s=DEADLINE_S, max_outage_s=0)
     async with TritonClient(url, settings, retries=0, max_in_flight=1024) as client:
 
         async def sender(row: np.ndarray) -> float:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlhf_triton.client.reward import AsyncRewardClient as AsyncRewardClient
     from rlhf_triton.client.reward import RewardClient as RewardClient
     from rlhf_triton.client.reward import Scores as Scores
-    from rlhf_triton.config.client import ClientSection as ClientSection
+    from rlhf_triton.config.client import ClientSettings as ClientSettings
     from rlhf_triton.environment import Environment as Environment
     from rlhf_triton.environment import EnvironmentLost as EnvironmentLost
     from rlhf_triton.errors import RlhfError as RlhfError
@@ -48,7 +48,7 @@ _MODULES = {
     "AdvantageInputs": "actor.algorithms.inputs",
     "AsyncCriticClient": "client.critic",
     "AsyncRewardClient": "client.reward",
-    "ClientSection": "config.client",
+    "ClientSettings": "config.client",
     "ContractError": "wire.contract",
     "CriticClient": "client.critic",
     "Environment": "environment",

@@ -18,7 +18,7 @@ RlhfError                    the user can fix it; the message names what is wron
     RequestRefused           the server would reject any repetition
     ServerFailed             the server executed it, and it failed
       ServersDiffer            no server has the expected configuration
-    ResponseLost             ... because the response did not arrive
+    ReplyLost                ... because the reply did not arrive
   HttpError                  a request of the gateway or of an agent, with its HTTP status
   ServerStartError           tritonserver cannot start
   ControlPlaneError          a call of Triton's control plane

@@ -127,8 +127,8 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 M_ARENA_MAX = -8
 NEVER_TRIM = 2**31 - 1  # the largest int, which is mallopt's argument type
-LARGEST_FROM_THE_HEAP = 1 << 30
-LARGEST_IN_OLD_GLIBC = 1 << 25  # limit before glibc 2.35
+MAX_HEAP_BYTES = 1 << 30
+MAX_HEAP_BYTES_IN_OLD_GLIBC = 1 << 25  # limit before glibc 2.35
 
 
 def keep_freed_memory() -> None:
@@ -137,7 +137,7 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    if mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_THE_HEAP) != 1:
-        mallopt(M_MMAP_THRESHOLD, LARGEST_IN_OLD_GLIBC)
+    if mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BYTES) != 1:
+        mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BYTES_IN_OLD_GLIBC)
     mallopt(M_TRIM_THRESHOLD, NEVER_TRIM)
     mallopt(M_ARENA_MAX, 1)  # per-thread arenas release large blocks regardless of the thresholds

@@ -58,7 +58,7 @@ Relative paths start at the working directory, not at the file. A run writes the
 """
 
 TASKS = {
-    "Scoring": ("RewardClient", "AsyncRewardClient", "Scores", "ClientSection"),
+    "Scoring": ("RewardClient", "AsyncRewardClient", "Scores", "ClientSettings"),
     "Critic training": ("CriticClient", "AsyncCriticClient", "RowValues", "RowScores", "TrainAnswer"),
     "Serving": ("serve", "Services"),
     "Runs": ("train", "Run"),

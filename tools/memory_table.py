@@ -26,8 +26,8 @@ from rlhf_triton.models.adapters import Lora, with_adapters
 from rlhf_triton.models.heads import ModelHead
 from rlhf_triton.models.precision import use_bfloat16
 from rlhf_triton.trainer.trained_critic import prepare_for_training
-from rlhf_triton.training_engine.model import freeze
-from rlhf_triton.training_engine.sharding import MOST_UNREDUCED
+from rlhf_triton.training_engine.preparation import freeze
+from rlhf_triton.training_engine.sharding import MAX_UNREDUCED_BYTES
 
 COLUMNS = ("weights", "copies", "gradients", "moments", "KV cache")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -136,7 +136,7 @@ def _training(model: Any, ranks: int, optimizer: str, on_gpu: bool, **more: int)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.nbytes for parameter in trained)
     moments = sum((2 if optimizer == "adamw_8bit" else 8) * parameter.numel() for parameter in trained)
-    waits = on_gpu and gradients <= MOST_UNREDUCED  # ranks add up whole gradients once in a minibatch
+    waits = on_gpu and gradients <= MAX_UNREDUCED_BYTES  # ranks add up whole gradients once in a minibatch
     return Held(
         weights=-(-model_bytes(model) // ranks),
         gradients=gradients if waits else -(-gradients // ranks),

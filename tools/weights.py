@@ -193,7 +193,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
 
 def ready(model: LiveModel, store: WeightsStore, url: str) -> int:
     """Return 0 if the server at `url` serves CURRENT or a later version, else 1."""
-    from rlhf_triton.client.control_plane import ModelServers
+    from rlhf_triton.client.model_servers import ModelServers
 
     current = store.current()
     outcome = ModelServers([url], model=model.served_as).versions()[0]

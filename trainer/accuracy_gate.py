@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS
+from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS
 from rlhf_triton.config import ConfigError, RewardSection
 from rlhf_triton.config.rewards import text_parameters
 from rlhf_triton.models.modeling import RewardModel
@@ -46,7 +46,7 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
             "gate"
         )
     lengths = [length for length in (model.limits.max_length, section.max_length) if length]
-    limits = dataclasses.replace(model.limits, max_length=min(lengths, default=LONGEST_ROW_TOKENS))
+    limits = dataclasses.replace(model.limits, max_length=min(lengths, default=MAX_ROW_TOKENS))
     get = text_parameters(section).get
     folder = section.model.absolute()
     reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id)

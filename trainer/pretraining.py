@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.batching import plan_micro_batches
-from rlhf_triton.models.modeling import CriticModel, save_critic
+from rlhf_triton.models.modeling import CriticModel
 from rlhf_triton.models.out_of_memory import OutOfMemory
 from rlhf_triton.store.durable import staged_folder
 from rlhf_triton.store.jsonl import append_jsonl
@@ -44,7 +44,7 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, on_wait:
     training, held_out = split(read_rows(config, critic.limits), config.run.seed)
     size = settings.global_batch_size * max(1, len(training) // (settings.global_batch_size * LOGGED))
     with staged_folder(config.run.weights_dir) as folder:
-        save_critic(critic, folder)
+        critic.write(folder)
         update = load_update(folder, settings, seed=config.run.seed, ranks=ranks, pretraining=True)
         before = explained_variance(update.critic, held_out, settings.token_budget)
         loss = 0.0

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_model, is_same_model
-from rlhf_triton.client.control_plane import ControlPlaneError, Failure, Loaded, ModelServers
+from rlhf_triton.client.control_plane import ControlPlaneError, Failure
+from rlhf_triton.client.model_servers import Loaded, ModelServers
 from rlhf_triton.config import CriticSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import LiveModel, live_model, live_models

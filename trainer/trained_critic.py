@@ -34,7 +34,7 @@ from rlhf_triton.models.modeling import CriticModel, load_critic, write_config
 from rlhf_triton.models.precision import in_float32, use_bfloat16
 from rlhf_triton.store.durable import disk_errors
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.training_engine import model as training
+from rlhf_triton.training_engine import preparation
 from rlhf_triton.training_engine.merged_slices import MergedSlices
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, Ranks
 from rlhf_triton.training_engine.sharding import all_finite, gathered_as_stored, shard
@@ -229,12 +229,12 @@ def _load(folder: Path, settings: TrainerSection) -> tuple[Any, CriticModel]:
 
 def check_lora_targets(folder: Path, settings: TrainerSection) -> None:
     """Raise CheckpointError if a name in `lora_targets` matches no layer. Reads only config.json."""
-    training.check_lora_targets(
+    preparation.check_lora_targets(
         settings, "trainer", lambda: empty_token_model(folder), lambda model: ModelHead(model).module
     )
 
 
 def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
     """Prepare the critic's model for training according to `settings`, in place. Raises CheckpointError."""
-    training.prepare(model, settings, "trainer", ModelHead(model).module)
+    preparation.prepare(model, settings, "trainer", ModelHead(model).module)
     return model

@@ -8,9 +8,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, fingerprint, load_tokenizer, reply_end
 from rlhf_triton.config import ConfigError, RunConfig, RunSection
-from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.errors import reason_of
 from rlhf_triton.store.durable import INT64_MAX
 from rlhf_triton.store.journal import DamagedEntry, JournalState, read_training_file
@@ -29,7 +29,7 @@ HELD_OUT = 0.1  # fraction of the prompts whose rows are held out for evaluation
 
 def tokenizer_of(folder: Path) -> str | None:
     """Return the fingerprint of a model's tokenizer; None if the model has no tokenizer."""
-    return fingerprint(load_tokenizer(folder.absolute())) if has_tokenizer(folder) else None
+    return fingerprint(load_tokenizer(folder.absolute())) if tokenizer_kind(folder) else None
 
 
 def read_rows(config: RunConfig, limits: Limits) -> list[TrainingRow]:

@@ -10,7 +10,7 @@ from rlhf_triton.actor.vllm.connection import VllmClient, token_rules
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 
 
 class VllmSampler:
@@ -32,7 +32,7 @@ class VllmSampler:
             vocab_size: number of the policy's embeddings; None if unknown.
         """
         self._tokens = token_rules(eos_ids, banned_ids)
-        self._settings = ClientSection(max_outage_s=0)  # the agent decides whether to wait
+        self._settings = ClientSettings(max_outage_s=0)  # the agent decides whether to wait
         self._budget = RetryBudget(RETRY_RESERVE)
         connect = functools.partial(VllmClient, limit=0, deadline_s=deadline_s, checked=set(), vocab_size=vocab_size)
         self._servers = ServerPool(addresses, connect, self._settings, RequestCounters())
@@ -49,7 +49,7 @@ class VllmSampler:
         }
         attempts = Attempts("vLLM", self._settings, self._budget, retries=1, session=session)
         try:
-            return await self._servers.answer(attempts, lambda server: server.generate(tokens, wanted))
+            return await self._servers.request(attempts, lambda server: server.generate(tokens, wanted))
         except RequestFailed as error:
             raise HttpError(400 if isinstance(error, RequestRefused) else 503, str(error)) from error
 

@@ -20,7 +20,7 @@ from rlhf_triton.checkpoints.row_length import fix_forward, max_positions, stabl
 from rlhf_triton.config import PolicySection
 from rlhf_triton.models.precision import use_bfloat16
 from rlhf_triton.models.sharded_tensors import whole
-from rlhf_triton.training_engine import model as training
+from rlhf_triton.training_engine import preparation
 from rlhf_triton.training_engine.ranks import AnyRanks, Ranks
 from rlhf_triton.training_engine.sharding import copy_with_empty_weights, shard
 
@@ -52,7 +52,9 @@ class PolicyModels:
         self.device = ranks.device_of(settings.device)
         # Weights to be sharded stay mapped from the file; sharding rounds the slices and moves them to the device.
         whole_settings = settings.model_copy(update={"precision": "float32"}) if self._is_sharded else settings
-        model = training.prepare(model, whole_settings, "actor.policy", model.get_output_embeddings(), task="CAUSAL_LM")
+        model = preparation.prepare(
+            model, whole_settings, "actor.policy", model.get_output_embeddings(), task="CAUSAL_LM"
+        )
         self.model = model.eval() if self._is_sharded else model.eval().to(self.device)
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
@@ -133,7 +135,7 @@ def empty_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def check_lora_targets(settings: PolicySection) -> None:
     """Raise CheckpointError if a name in `lora_targets` matches no layer; reads config.json, not the weights."""
-    training.check_lora_targets(
+    preparation.check_lora_targets(
         settings, "actor.policy", lambda: empty_causal_lm(settings.model), lambda causal: causal.get_output_embeddings()
     )
 

@@ -41,7 +41,7 @@ from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
 from rlhf_triton.config import ActorSection, GenerationSection
 from rlhf_triton.models.adapters import MergedWeights
 from rlhf_triton.models.gpu import GpuStream, to_device
-from rlhf_triton.models.inspections import skip_inspections
+from rlhf_triton.models.host_waits import avoid_host_waits
 from rlhf_triton.models.language_model import check_causal
 from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.models.mapped_tensors import map_tensors
@@ -120,7 +120,7 @@ class Policy:
         # Only a copy can sample during an update; without one, sampling and update share the memory of one stream.
         stream_device = torch.device("cpu") if self.sampler is self.model else self.sampler.device
         self._stream = GpuStream(stream_device)
-        skip_inspections(self.sampler)
+        avoid_host_waits(self.sampler)
         causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self._published_generation: dict[str, Any] = json.loads(causal.generation_config.to_json_string())

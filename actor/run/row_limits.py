@@ -8,7 +8,7 @@ from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, read_config
 from rlhf_triton.checkpoints.row_length import max_positions, stable_length
-from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare_text, same_tokenizer
+from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text, same_tokenizer
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection
 
@@ -85,7 +85,7 @@ def _reward_refuses(config: RunConfig) -> bool:
 def _limit(section: ModelSection) -> int:
     """Return the maximum number of tokens in a row of a served model."""
     limits = (section.max_length, _positions(max_positions, section.model))
-    return min(filter(None, limits), default=LONGEST_ROW_TOKENS)
+    return min(filter(None, limits), default=MAX_ROW_TOKENS)
 
 
 def _positions(limit_of: Callable[[dict[str, Any]], int | None], checkpoint: Path) -> int | None:

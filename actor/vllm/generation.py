@@ -18,7 +18,7 @@ from rlhf_triton.actor.generation.generation import Generation, JobSource
 from rlhf_triton.actor.generation.row_sources import IsPaused, NewRow, RowId, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
-from rlhf_triton.client.errors import ResponseLost
+from rlhf_triton.client.errors import ReplyLost
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
 from rlhf_triton.config import ConfigError, RunConfig
@@ -198,8 +198,8 @@ class VllmGeneration(Generation):
             async with limit:
                 attempts = Attempts(MODEL, self._client, self._budget, repeats_late=False, session=session)
                 try:
-                    turn = await pool.answer(attempts, lambda connection: connection.generate(row.tokens, sampling))
-                except ResponseLost as error:  # only this response fails: counted and masked, and the run continues
+                    turn = await pool.request(attempts, lambda connection: connection.generate(row.tokens, sampling))
+                except ReplyLost as error:  # only this response fails: counted and masked, and the run continues
                     turn = PolicyTurn([], ended=False, logprobs=[], versions=[], error=str(error))
             row_source.deliver(row.id, self._check_turn(turn))
 

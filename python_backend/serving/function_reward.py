@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import LONGEST_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
+from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
 from rlhf_triton.python_backend.serving.requests import request_limits
 from rlhf_triton.python_backend.serving.round_robin import RoundRobin
 from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, log, log_error, parameters_of, triton_model
@@ -53,7 +53,7 @@ class FunctionReward:
         workers = parameters.number("workers")
         counters = NamedCounters(parameters.model, FUNCTION_COUNTER, "What the reward function counts", "counter")
         most = parameters.number("max_waiting_rows")
-        self._pool = WorkerPool(call, num_workers=workers, most_waiting=most, counted=counters.add)
+        self._pool = WorkerPool(call, num_workers=workers, max_waiting=most, counted=counters.add)
         unit = "group" if self._groupwise else "sample"
         log(f"{parameters.model}: {call.spec} in {workers} worker processes, at most {call.timeout_s:g} s per {unit}")
 
@@ -117,7 +117,7 @@ class FunctionReward:
                 text, metadata = with_reply(metadata[MESSAGES_KEY], text, metadata)
             ids: list[int] | None = None
             if self._tokenizer is not None:
-                ids = encode_bare_text(self._tokenizer, text)[:LONGEST_ROW_TOKENS]
+                ids = encode_bare_text(self._tokenizer, text)[:MAX_ROW_TOKENS]
             yield Sample(text, ids, metadata)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import (
-    LONGEST_ROW_TOKENS,
+    MAX_ROW_TOKENS,
     Encoded,
     encode_bare_text,
     encode_text,
@@ -188,7 +188,7 @@ class RowReader:
 
     @property
     def _max_length(self) -> int:
-        return self.limits.max_length or LONGEST_ROW_TOKENS
+        return self.limits.max_length or MAX_ROW_TOKENS
 
     @staticmethod
     def _messages(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
@@ -249,11 +249,11 @@ class RowReader:
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:
     """Return the checkpoint's `limits` with the configured maximum row length and request size.
 
-    `max_length` is the smaller of the checkpoint's and the configured value, or `LONGEST_ROW_TOKENS` if neither is set.
+    `max_length` is the smaller of the checkpoint's and the configured value, or `MAX_ROW_TOKENS` if neither is set.
     """
     configured = parameters.optional("max_length")
     lengths = [length for length in (limits.max_length, int(configured) if configured else None) if length]
-    return dataclasses.replace(request_limits(limits, parameters), max_length=min(lengths, default=LONGEST_ROW_TOKENS))
+    return dataclasses.replace(request_limits(limits, parameters), max_length=min(lengths, default=MAX_ROW_TOKENS))
 
 
 def request_limits(limits: Limits, parameters: Parameters) -> Limits:

@@ -21,6 +21,8 @@ from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.python_backend.serving.pulse import Pulse
 from rlhf_triton.wire.contract import (
     AFTER_CRITIC,
+    EXACT_VERSION,
+    MIN_VERSION,
     OPTIONAL_OUTPUTS,
     PROBE_HEADER,
     UNNAMED,
@@ -108,7 +110,8 @@ class Call:
         sent = self._request.parameters()
         if "_version" not in sent or self.array(AFTER_CRITIC) is not None:  # skips slow parsing
             return None
-        return VersionRange.of(json.loads(sent))
+        parameters = json.loads(sent)
+        return VersionRange.of(parameters.get(MIN_VERSION), parameters.get(EXACT_VERSION))
 
     @property
     def timeout_s(self) -> float | None:

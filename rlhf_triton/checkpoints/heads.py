@@ -117,7 +117,7 @@ FORMS = (
     ),
 )
 # model_type -> header of an answer in its chat template, and the header's token ids in the published checkpoints
-GATE_HEADERS = {
+GATE_HEADERS: dict[str, tuple[str, tuple[int, ...]]] = {
     "llama": ("<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", (128009, 128006, 78191, 128007, 271)),
     "gemma2": ("<end_of_turn>\n<start_of_turn>model\n", (107, 108, 106, 2516, 108)),
 }

@@ -57,11 +57,10 @@ TOKENIZERS = {
     "sentencepiece.bpe.model": "SentencePiece (sentencepiece.bpe.model)",
     "vocab.txt": "WordPiece (vocab.txt)",
     "vocab.json": "BPE (vocab.json)",
+    "tokenizer_config.json": "without a vocabulary (tokenizer_config.json)",  # such as ByT5's
 }
-
 TOKENIZER_FILES = (  # which decide the ids of texts and chats
     *TOKENIZERS,
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
@@ -147,7 +146,7 @@ class CheckpointInfo:
     @property
     def num_parameters(self) -> int:
         """Total number of elements of all tensors."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+        return sum(self.dtypes.values())
 
     @property
     def num_bytes(self) -> int:
@@ -293,10 +292,15 @@ def described(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> 
         wrapper=wrapper,
         vocab_size=vocab_size,
         max_positions=max_positions(config),
-        tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
+        tokenizer=tokenizer_kind(folder),
         constants=_constants(folder, config, tensors),
         adapters=stored_adapters(folder),
     )
+
+
+def tokenizer_kind(folder: Path) -> str | None:
+    """Return the kind of the folder's tokenizer; None without one, where transformers may construct one itself."""
+    return next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None)
 
 
 def stored_adapters(folder: Path) -> StoredAdapters | None:

@@ -17,7 +17,7 @@ from rlhf_triton.checkpoints.row_length import text_config
 from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import NEXT_PROBE, PROBE, rendered_probe, template_of_texts
 
-LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
+MAX_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 SENTENCEPIECE_SPACE = "\u2581"  # SentencePiece puts it before a text
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -116,7 +116,7 @@ def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     encoded = tokenizer(text, return_special_tokens_mask=True)
     ids = encoded["input_ids"]
     added = encoded["special_tokens_mask"]
-    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    bare = encode_bare_text(tokenizer, text)
     before = ids[: added.index(0)] if 0 in added and len(added) == len(ids) else []
     if bare[: len(before)] == before:
         return before, bare[len(before) :]
@@ -167,7 +167,7 @@ def single_tokens(tokenizer: Any, names: Sequence[str | int]) -> list[int]:
 def _single_token(tokenizer: Any, name: str | int) -> int:
     if isinstance(name, int):
         return name
-    ids = [int(i) for i in tokenizer(name, add_special_tokens=False)["input_ids"]]
+    ids = encode_bare_text(tokenizer, name)
     if len(ids) == 2 and tokenizer.convert_ids_to_tokens(ids[0]) == SENTENCEPIECE_SPACE:
         return ids[1]
     # A tokenizer may drop characters, or replace them by its unknown token.
@@ -353,7 +353,7 @@ def _behind_reply(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[in
     """Return the ids of the template's text between the last `PROBE` and `NEXT_PROBE`; [] if the template fails."""
     text = rendered_probe(tokenizer, messages)
     behind = text.rpartition(PROBE)[2] if PROBE in text else ""
-    return list(tokenizer(behind.partition(NEXT_PROBE)[0], add_special_tokens=False)["input_ids"])
+    return encode_bare_text(tokenizer, behind.partition(NEXT_PROBE)[0])
 
 
 def end_of_sequence(folder: Path) -> int | list[int] | None:

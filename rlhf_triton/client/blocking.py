@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from pydantic import ValidationError
 
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import ContractError
 
@@ -29,13 +29,13 @@ class AsyncClient(AbstractAsyncContextManager[Any]):
         url: str | Sequence[str],
         *,
         training_key: str | None = None,
-        settings: ClientSection | None = None,
+        settings: ClientSettings | None = None,
     ) -> None:
-        if not isinstance(settings, ClientSection | None):
-            raise ContractError(f"settings: {settings!r:.80}, must be a rlhf_triton.ClientSection")
+        if not isinstance(settings, ClientSettings | None):
+            raise ContractError(f"settings: {settings!r:.80}, must be a rlhf_triton.ClientSettings")
         try:
             servers = (url,) if isinstance(url, str) else tuple(url)
-            settings = ClientSection(**{**(settings or ClientSection()).model_dump(), "servers": servers})
+            settings = ClientSettings(**{**(settings or ClientSettings()).model_dump(), "servers": servers})
         except (TypeError, ValidationError) as error:
             raise ContractError(f"url: {url!r}, must be host:port, dns:name:port, or several of them") from error
         if not servers:
@@ -74,7 +74,7 @@ C = TypeVar("C", bound=AsyncClient)
 
 
 class BlockingClient(AbstractContextManager[Any], Generic[C]):
-    """Blocks its callers, who may be several threads, until an asynchronous client has the answer.
+    """Blocks its callers, who may be several threads, until an asynchronous client has the reply.
 
     It has an event loop in a thread of its own, so it works where a loop runs already, as in a notebook; there it
     blocks that loop.

@@ -16,8 +16,8 @@ import numpy as np
 
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRIES, RETRY_RESERVE, TRAIN_DEADLINE_S, Attempts, RequestCounters, RetryBudget
-from rlhf_triton.client.served import Expected, ServedModel
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.client.served import Expected, ServedModel, ServedModels
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.monitoring.tracing import span, traceparent
 from rlhf_triton.store.ownership import Sender
@@ -27,12 +27,12 @@ from rlhf_triton.wire.contract import Arrays
 # By default aiohttp accepts gzip, and Triton then compresses every response, although floats hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
 MAX_IN_FLIGHT = 256
-REPEAT_AFTER_S = 30.0  # first repetition of a training request without a response
+REPEAT_AFTER_S = 30.0  # first repetition of a training request without a reply
 
 
 @dataclass(frozen=True)
 class TrainAnswer:
-    """Response of critic_train; `weights_version` is served now."""
+    """Reply of critic_train; `weights_version` is served now."""
 
     loss_mean: float  # mean over the update's optimizer steps
     weights_version: int  # the critic that the step has made
@@ -47,7 +47,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     def __init__(
         self,
         url: str,
-        settings: ClientSection,
+        settings: ClientSettings,
         *,
         training_key: str | None = None,
         retries: int = RETRIES,
@@ -61,7 +61,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             retries: maximum retries of one request after a 503, a timeout or a lost connection.
             max_in_flight: maximum requests in flight over all servers.
             expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
-                Default: the parameters in the first answer to `describe`; requests then wait for a server that has the
+                Default: the parameters in the first reply to `describe`; requests then wait for a server that has the
                 same.
 
         Raises ContractError if the training key cannot be sent.
@@ -69,7 +69,8 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         if not isinstance(training_key, str | None) or not (training_key or "").isprintable():  # not shown: a secret
             raise contract.ContractError("training_key: must be a text of one line, without its line end")
         self.counters = RequestCounters()
-        self.declared: dict[str, ServedModel] = {}
+        models = ServedModels(expected or {})
+        self.declared = models.declared
         """The latest declaration of each model for which `describe` was called."""
         self._settings = settings
         self._retries = retries
@@ -86,9 +87,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         from rlhf_triton.client.connection import HTTPConnection, ServerMessage
 
         self._message = ServerMessage
-        connect = functools.partial(
-            HTTPConnection, max_in_flight=max_in_flight, expected=expected or {}, declared=self.declared
-        )
+        connect = functools.partial(HTTPConnection, max_in_flight=max_in_flight, models=models)
         self.pool = ServerPool(settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected)
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,11 +108,12 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """
         attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._retries))
         with self._calling():
-            return await self.pool.answer(
+            await self.pool.request(
                 attempts,
-                lambda connection: connection.answer(lambda this: this.describe(model), self._settings.deadline_s),
+                lambda connection: connection.attempt(lambda: connection.describe(model), self._settings.deadline_s),
                 patient=False,
             )
+        return self.declared[model]
 
     async def score(
         self,
@@ -181,8 +181,8 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         """
         inputs = {**payload, **_run(run_id), **_steps(contract.STEP, step)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
-        answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, writes=True)
-        return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
+        reply = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, writes=True)
+        return TrainAnswer(float(reply[contract.LOSS_MEAN][0]), int(reply[contract.WEIGHTS_VERSION][0]))
 
     async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
         """Make the critic write a checkpoint of `step`; return the served weights version.
@@ -206,8 +206,8 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
     async def _save(self, inputs: Arrays) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
-        answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, writes=True)
-        return int(answer[contract.WEIGHTS_VERSION][0])
+        reply = await self._infer(contract.CRITIC_SAVE, inputs, outputs, writes=True)
+        return int(reply[contract.WEIGHTS_VERSION][0])
 
     async def _infer(
         self,
@@ -236,15 +236,15 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
             headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
             message = self._message(model, arrays, outputs, headers, versions.parameters if versions else None)
             async with self._in_flight:
-                answer = await self.pool.answer(
+                reply = await self.pool.request(
                     attempts,
-                    lambda connection: connection.answer(
-                        lambda this: this.infer(message), deadline_s, repeat_after_s=REPEAT_AFTER_S if writes else None
+                    lambda connection: connection.attempt(
+                        lambda: connection.infer(message), deadline_s, repeat_after_s=REPEAT_AFTER_S if writes else None
                     ),
                     queued=queued,
                 )
         self._has_trained |= writes
-        return answer
+        return reply
 
     @contextmanager
     def _calling(self) -> Iterator[None]:

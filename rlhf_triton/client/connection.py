@@ -20,8 +20,8 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from rlhf_triton.client.deadline import timeout
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.client.retry import HINT
-from rlhf_triton.client.served import Expected, ServedModel, served_model
-from rlhf_triton.wire.contract import STORE_ID, Arrays
+from rlhf_triton.client.served import ServedModels
+from rlhf_triton.wire.contract import Arrays
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,51 +55,44 @@ class ServerMessage:
 class HTTPConnection:
     """A pool of connections to one server."""
 
-    def __init__(
-        self, url: str, *, max_in_flight: int, expected: Mapping[str, Expected], declared: dict[str, ServedModel]
-    ) -> None:
-        """
-        Args:
-            expected: required parameters by model; a server with other values gets no requests. Read at each check.
-            declared: filled with the models' declarations as they are received.
-        """
+    def __init__(self, url: str, *, max_in_flight: int, models: ServedModels) -> None:
+        """`models`: a server that declares other models gets no requests."""
         self._url = url
-        self._expected = expected
-        self._declared = declared
+        self._models = models
         self._difference = ""
         self._checked: set[str] = set()  # models checked since the last connection was made
         self._checking = asyncio.Lock()
         limit = max_in_flight + MORE_CONNECTIONS
-        # No connection timeout here: `answer` sets the only deadline.
+        # No connection timeout here: `attempt` sets the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
         # Counts connections by wrapping the connector, because aiohttp's tracing calls a dozen functions per request.
         connector: Any = self.http._stub.connector
         self._connect = connector._create_connection
         connector._create_connection = self._connected
 
-    async def answer(
-        self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
+    async def attempt(
+        self, send: Callable[[], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
     ) -> T:
-        """Return the result of `ask`. Raises AttemptFailed if it fails or misses the deadline.
+        """Return the result of `send`. Raises AttemptFailed if it fails or misses the deadline.
 
-        `repeat_after_s`: repeat an idempotent request without a response after this time, then after twice as long, and
-        so on: Triton never answers a request whose model process is killed while it waits there.
+        `repeat_after_s`: repeat an idempotent request without a reply after this time, then after twice as long, and so
+        on: Triton never replies to a request whose model process is killed while it waits there.
         """
         try:
             async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
                 while repeat_after_s is not None:
                     with contextlib.suppress(asyncio.TimeoutError):
                         async with timeout(repeat_after_s):
-                            return await ask(self)
+                            return await send()
                     repeat_after_s *= 2
-                return await ask(self)
+                return await send()
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
             raise attempt_failure(error, deadline_s) from error
 
     async def infer(self, message: ServerMessage) -> Arrays:
-        """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
+        """Return the outputs of an inference request. Raises the client library's errors: call it within `attempt`."""
         wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
-        answer = await self.http.infer(
+        reply = await self.http.infer(
             message.model,
             message.inputs,
             outputs=wanted,
@@ -112,27 +105,16 @@ class HTTPConnection:
                     checked = self._checked  # a connection made meanwhile replaces the set
                     await self.describe(model)
                     checked.add(model)
-        return {name: answer.as_numpy(name) for name in message.outputs}
+        return {name: reply.as_numpy(name) for name in message.outputs}
 
-    async def describe(self, model: str) -> ServedModel:
-        """Return what a model declares. Raises AttemptFailed if its parameters are unexpected; see also `infer`."""
+    async def describe(self, model: str) -> None:
+        """Read what a model declares. Raises AttemptFailed if its parameters are unexpected; see also `infer`."""
         config = await self.http.get_model_config(model)
         if not isinstance(config, dict):
             raise ValueError(f"{config!r} is not a model's configuration")
-        served = served_model(config)
-        theirs = served.parameters
-        ours = dict(self._expected.get(model, {}))
-        if model in self._declared:
-            ours = {**dict.fromkeys(served.meaning), **self._declared[model].meaning, **ours}
-        different = sorted(key for key in ours if theirs.get(key) != ours[key])
-        if not different:
-            self._declared[model] = served
-            return served
-        value, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
-        remedy = "start both from the same YAML"
-        if different[0] == STORE_ID:
-            remedy = "serve both from the weights store of one run.dir, or start this client again if it has a new one"
-        difference = f"{model} has {different[0]} {value}, but {wanted} is expected; {remedy}"
+        difference = self._models.declare(model, config)
+        if not difference:
+            return
         if difference != self._difference:
             logger.warning("%s gets no requests: %s", self._url, difference)
         self._difference = difference
@@ -140,20 +122,15 @@ class HTTPConnection:
 
     async def get_ready(self, model: str) -> str | None:
         """Return why the model is not ready, or None. Raises AttemptFailed, also if its parameters are unexpected."""
-        if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
+        if not await self.attempt(lambda: self.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"
-        if model in self._compared:
-            await self.answer(lambda this: this.describe(model), PROBE_TIMEOUT_S)
+        if model in self._models.compared:
+            await self.attempt(lambda: self.describe(model), PROBE_TIMEOUT_S)
         return None
 
     @property
-    def _compared(self) -> set[str]:
-        """Models whose parameters are compared, with expected ones or with another server's."""
-        return {*self._expected, *self._declared}
-
-    @property
     def _unchecked(self) -> list[str]:
-        return sorted(self._compared - self._checked)
+        return sorted(self._models.compared - self._checked)
 
     async def _connected(self, *arguments: Any) -> Any:
         connection = await self._connect(*arguments)

@@ -6,11 +6,8 @@ Uses gRPC, because a load over HTTP stalls all HTTP inference until it ends.
 import os
 import re
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -21,8 +18,7 @@ from google.protobuf import json_format
 from tritonclient.utils import InferenceServerException
 
 from rlhf_triton.client.errors import DEAD_PROCESS, RESTRICTED, code_of
-from rlhf_triton.config.fields import resolve
-from rlhf_triton.errors import RlhfError, reason_of
+from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import control_key
 from rlhf_triton.wire.contract import (
     CRITIC,
@@ -30,7 +26,6 @@ from rlhf_triton.wire.contract import (
     CRITIC_SAVE,
     CRITIC_TRAIN,
     DUMMY_VAR,
-    LOAD_LABEL,
     LOGPROBS,
     NEEDS_MORE,
     PROBE_HEADER,
@@ -40,7 +35,6 @@ from rlhf_triton.wire.contract import (
     REWARD_ERROR,
     REWARD_FUNCTION_PREFIX,
     REWARD_MODEL,
-    REWARD_VERSION,
     REWARDS,
     SEQUENCE_LENGTHS,
     TOKENS,
@@ -70,7 +64,7 @@ _CONNECTION_ERROR = re.compile(
     r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
     re.IGNORECASE,
 )
-_NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+_NO_REPLY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 # Outputs that a probe requests from each scoring model.
 PROBED_OUTPUTS = {
     REWARD_CHECKPOINT: (REWARDS,),
@@ -87,7 +81,7 @@ _PROBE = {PROBE_HEADER: "1"}
 class Failure(Enum):
     """Why a call of the control plane failed."""
 
-    NO_ANSWER = "no answer, or an unexpected one"
+    NO_REPLY = "no reply, or an unexpected one"
     REFUSED = "the server tried to load the model and failed; the message contains the model's own error"
     FAILED = "the model answered with an error (INTERNAL)"
     DIED = "the model's process has crashed or was killed: every request fails until the model is reloaded"
@@ -97,7 +91,7 @@ class Failure(Enum):
 class ControlPlaneError(RlhfError):
     """The server rejected the request, failed or did not respond; the message names the model and the cause."""
 
-    def __init__(self, message: str, kind: Failure = Failure.NO_ANSWER, code: str | None = None) -> None:
+    def __init__(self, message: str, kind: Failure = Failure.NO_REPLY, code: str | None = None) -> None:
         """`code`: the code in the server's message, see `client.errors`."""
         super().__init__(message)
         self.kind = kind
@@ -142,7 +136,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         try:
             self._client.infer("no-model", [], client_timeout=timeout_s)
         except InferenceServerException as error:
-            return str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
+            return str(error.status()).removeprefix("StatusCode.") not in _NO_REPLY
         return True
 
     def is_ready(self, model: str) -> bool:
@@ -190,8 +184,8 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             self._client.load_model(model, headers=self._control, config=override, client_timeout=timeout_s)
         except InferenceServerException as error:
             sentence = self._sentence(subject, error, timeout_s)
-            is_answer = str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
-            kind = Failure.REFUSED if is_answer else Failure.NO_ANSWER
+            is_reply = str(error.status()).removeprefix("StatusCode.") not in _NO_REPLY
+            kind = Failure.REFUSED if is_reply else Failure.NO_REPLY
             raise ControlPlaneError(sentence, kind, code_of(str(error.message()))) from error
 
     def _unload(self, model: str, timeout_s: float) -> None:
@@ -215,7 +209,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         return sum(group.count * max(1, len(group.gpus)) for group in self.config(model).instance_group)
 
     def probe(self, model: str, timeout_s: float, outputs: Sequence[str] = ()) -> Arrays:
-        """Send the model a request without side effects; return the `outputs` of its answer, {} if it has none.
+        """Send the model a request without side effects; return the `outputs` of its reply, {} if it has none.
 
         A scoring model scores one row of two tokens with id 0, by default for the outputs that prove that it computes;
         reward functions are not run. A reward model that needs more than tokens rejects the row, which also proves that
@@ -228,7 +222,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             self._probe_rejection(model, timeout_s)
             return {}
         wanted = tuple(outputs) or PROBED_OUTPUTS.get(model, ())
-        if model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is artificial, so NaN is a valid answer
+        if model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is artificial, so NaN is a valid score
             wanted = (REWARD_COMPONENT, REWARD_ERROR)
         return self._probe_scoring(model, wanted, timeout_s) if wanted else {}
 
@@ -236,7 +230,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
         inputs = [_tensor(TOKENS, np.zeros((1, 2))), _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         try:
-            answer = self._call(
+            reply = self._call(
                 model,
                 self._client.infer,
                 model,
@@ -249,7 +243,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             if error.code == NEEDS_MORE:
                 return {}
             raise
-        arrays = {name: answer.as_numpy(name) for name in outputs}
+        arrays = {name: reply.as_numpy(name) for name in outputs}
         empty = [name for name, array in arrays.items() if array is None or array.size == 0]
         if empty:
             raise ControlPlaneError(
@@ -278,7 +272,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
             raise self._error(subject, error, timeout_s) from error
 
     def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
-        failed = Failure.FAILED if str(error.status()).endswith("INTERNAL") else Failure.NO_ANSWER
+        failed = Failure.FAILED if str(error.status()).endswith("INTERNAL") else Failure.NO_REPLY
         kinds = {UNTIL_LOADED: Failure.UNUSABLE, DEAD_PROCESS: Failure.DIED}
         code = code_of(str(error.message()))
         return ControlPlaneError(self._sentence(subject, error, timeout_s), kinds.get(code or "", failed), code)
@@ -319,95 +313,3 @@ def _tensor(name: str, values: np.ndarray) -> triton.InferInput:
     tensor = triton.InferInput(name, list(values.shape), "INT64")
     tensor.set_data_from_numpy(values.astype(np.int64))
     return tensor
-
-
-PROBE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Result of a reload or version query at one server."""
-
-    url: str
-    version: int | None  # version served now; None if there is an `error`
-    error: ControlPlaneError | None = None
-
-
-class ModelServers:
-    """All servers of one model. Each call resolves DNS names again, because servers may be added or removed."""
-
-    def __init__(self, addresses: Sequence[str], key: str | None = None, *, model: str = CRITIC) -> None:
-        """
-        Args:
-            addresses: `host:port` or `dns:name:port` of the servers' gRPC.
-            key: key for model control, needed only by `load`.
-            model: the model's name on the servers.
-        """
-        self.addresses = tuple(addresses)
-        self._key = key
-        self._model = model
-        self._output = WEIGHTS_VERSION if model == CRITIC else REWARD_VERSION
-
-    def urls(self) -> list[str]:
-        """Return `host:port` of each current server. Raises ControlPlaneError if a name cannot be resolved."""
-        return list(dict.fromkeys(url for address in self.addresses for url in _resolve(address)))
-
-    def load(self, version: int, *, timeout_s: float) -> list[Loaded]:
-        """Reload the model on all servers in parallel.
-
-        A server counts as reloaded if its active configuration is the one that was sent, and its response to an
-        inference request comes from `version` or a later one.
-
-        Args:
-            version: the version that CURRENT names, which the new processes load.
-            timeout_s: timeout of the load at each server.
-
-        Raises:
-            ControlPlaneError: a name cannot be resolved.
-        """
-        label = f"{version}-{uuid.uuid4().hex[:8]}"  # unique: Triton reloads only if the configuration has changed
-
-        def load_one(control: ControlPlane) -> int:
-            control.load(self._model, parameters={LOAD_LABEL: label}, timeout_s=timeout_s)
-            active = control.config(self._model).parameters[LOAD_LABEL].string_value
-            if active != label:
-                raise ControlPlaneError(
-                    f"{self._model}: Triton loaded the configuration {active!r} instead of {label!r}; "
-                    "another process reloads the model at the same time; stop one of the two"
-                )
-            served = self._ask(control)
-            if served < version:
-                raise ControlPlaneError(f"{self._model} serves version {served} instead of {version}")
-            return served
-
-        return self._ask_all(load_one)
-
-    def versions(self) -> list[Loaded]:
-        """Return the version that each server serves, from its response to an inference request.
-
-        Raises ControlPlaneError if a name cannot be resolved.
-        """
-        return self._ask_all(self._ask)
-
-    def _ask_all(self, ask: Callable[[ControlPlane], int]) -> list[Loaded]:
-        def ask_one(url: str) -> Loaded:
-            try:
-                with ControlPlane(url, self._key) as control:
-                    return Loaded(url, ask(control))
-            except ControlPlaneError as error:
-                return Loaded(url, None, error)
-
-        urls = self.urls()
-        with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="servers") as pool:
-            return list(pool.map(ask_one, urls))
-
-    def _ask(self, control: ControlPlane) -> int:
-        answer = control.probe(self._model, PROBE_TIMEOUT_S, [self._output])
-        return int(answer[self._output].ravel()[0])
-
-
-def _resolve(address: str) -> list[str]:
-    try:
-        return resolve(address)
-    except (OSError, ValueError) as error:
-        raise ControlPlaneError(f"trainer.servers: {address!r} cannot be resolved: {reason_of(error)}") from error

@@ -10,7 +10,7 @@ from rlhf_triton.client.blocking import AsyncClient, BlockingClient, blocking, f
 from rlhf_triton.client.client import TrainAnswer, TritonClient
 from rlhf_triton.client.errors import absence_explained
 from rlhf_triton.client.rows import Rows, per_row, plain_object, token_rows, training_arrays
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import Arrays, VersionRange
@@ -65,7 +65,7 @@ class AsyncCriticClient(AsyncClient):
         *,
         run_id: str,
         training_key: str | None = None,
-        settings: ClientSection | None = None,
+        settings: ClientSettings | None = None,
     ) -> None:
         """Connect to nothing yet.
 
@@ -101,9 +101,9 @@ class AsyncCriticClient(AsyncClient):
         """
         tokens = token_rows(rows)
         client = await self._connected()
-        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
-        answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
-        return RowValues(*_values(answer, tokens))
+        versions = VersionRange.of(min_version, exact_version)
+        reply = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION), versions=versions)
+        return RowValues(*_values(reply, tokens))
 
     async def score(
         self,
@@ -125,18 +125,18 @@ class AsyncCriticClient(AsyncClient):
         """
         tokens = token_rows(rows)
         client = await self._connected()
-        versions = VersionRange.of({contract.MIN_VERSION: min_version, contract.EXACT_VERSION: exact_version})
+        versions = VersionRange.of(min_version, exact_version)
         rows_metadata = per_row(contract.METADATA, metadata, len(tokens), plain_object)
         lengths = per_row(contract.PROMPT_LENGTHS, prompt_lengths, len(tokens), contract.whole_number)
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)
-        answer = await client.score(tokens, outputs, rows_metadata, prompt_lengths=lengths, versions=versions)
-        rewards = answer[contract.REWARDS]
+        reply = await client.score(tokens, outputs, rows_metadata, prompt_lengths=lengths, versions=versions)
+        rewards = reply[contract.REWARDS]
         errors = [""] * len(tokens)
         if explained:
-            errors = contract.sentence_texts(answer[contract.REWARD_ERRORS])
-        return RowScores(*_values(answer, tokens), rewards[:, 0] if rewards.shape[1] == 1 else rewards, errors)
+            errors = contract.sentence_texts(reply[contract.REWARD_ERRORS])
+        return RowScores(*_values(reply, tokens), rewards[:, 0] if rewards.shape[1] == 1 else rewards, errors)
 
     async def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
         """Train the critic on n rows as step `step`, and return once the new weights are served.
@@ -156,7 +156,7 @@ class AsyncCriticClient(AsyncClient):
             RlhfError: no `rewind` before.
             ServerFailed: the update failed, for the reason in the message. The step counts as done: send the next one.
             RequestRefused: the step does not fit, the key is wrong, or another client has taken over the run.
-            RequestFailed: no answer; repeat the call to get it.
+            RequestFailed: no reply; repeat the call to get it.
         """
         arrays = training_arrays(tokens, returns, prev_values, mask)
         client = await self._connected(writes=True)
@@ -211,20 +211,20 @@ class AsyncCriticClient(AsyncClient):
         return client.declared[contract.CRITIC_INFER].outputs
 
 
-def _values(answer: Arrays, rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
+def _values(reply: Arrays, rows: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
     """Return each row's values without padding, and their version. Raises RlhfError if one is not finite."""
-    values = [answer[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
+    values = [reply[contract.VALUES][i, : row.size] for i, row in enumerate(rows)]
     for i, row in enumerate(values):
         if not np.isfinite(row).all():
             raise RlhfError(f"values[{i}]: the critic returned numbers that are not finite")
-    return values, int(answer[contract.WEIGHTS_VERSION].flat[0])
+    return values, int(reply[contract.WEIGHTS_VERSION].flat[0])
 
 
 class CriticClient(BlockingClient[AsyncCriticClient]):
     """Blocking version of `AsyncCriticClient`, which documents the calls. A context manager.
 
     Any thread may call it, several at the same time; `…_future` returns at once, with a `concurrent.futures.Future` of
-    the answer. Make one client in each process, after the fork.
+    the reply. Make one client in each process, after the fork.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class CriticClient(BlockingClient[AsyncCriticClient]):
         *,
         run_id: str,
         training_key: str | None = None,
-        settings: ClientSection | None = None,
+        settings: ClientSettings | None = None,
     ) -> None:
         """Connect to nothing yet; arguments and errors as in `AsyncCriticClient`."""
         super().__init__(AsyncCriticClient(url, run_id=run_id, training_key=training_key, settings=settings))

@@ -61,8 +61,8 @@ class RequestRefused(RequestFailed):
     """The server rejects the request and would reject any repetition."""
 
 
-class ResponseLost(RequestFailed):
-    """A server was reached, but the response did not arrive, in time or at all, as often as the request was sent."""
+class ReplyLost(RequestFailed):
+    """A server was reached, but the reply did not arrive, in time or at all, as often as the request was sent."""
 
 
 class ServersDiffer(RequestFailed):
@@ -85,9 +85,9 @@ class ErrorKind(Enum):
 
     UNREACHABLE = "no connection, so nothing was sent"
     UNLOADED = "the server has unloaded the model, as it does before it stops; the request was not executed"
-    DIFFERENT = "the server serves other models than expected; the response, if any, does not count"
-    LOST = "the connection broke, or the response is incomplete"
-    LATE = "no response arrived in time"
+    DIFFERENT = "the server serves other models than expected; the reply, if any, does not count"
+    LOST = "the connection broke, or the reply is incomplete"
+    LATE = "no reply arrived in time"
     DEAD = "the model's process has died"
     BUSY = "the server is busy: 503"
     OTHER_VERSION = "the server does not serve the version that the request demands"
@@ -96,7 +96,7 @@ class ErrorKind(Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether a retry would get the same response. (Callers may still retry a 500 of a request that only reads.)"""
+        """Whether a retry would get the same reply. (Callers may still retry a 500 of a request that only reads.)"""
         return self in (ErrorKind.FAILED, ErrorKind.WRONG)
 
     @property
@@ -121,8 +121,8 @@ FAILURES = {
     ErrorKind.FAILED: ServerFailed,
     ErrorKind.WRONG: RequestRefused,
     ErrorKind.DIFFERENT: ServersDiffer,
-    ErrorKind.LOST: ResponseLost,
-    ErrorKind.LATE: ResponseLost,
+    ErrorKind.LOST: ReplyLost,
+    ErrorKind.LATE: ReplyLost,
 }
 
 
@@ -139,7 +139,7 @@ class AttemptFailed(Exception):
 
     @classmethod
     def refused(cls, status: str, message: str) -> AttemptFailed:
-        """Classify a server's error response; a 503 and an unloaded or dead model are transient."""
+        """Classify a server's error reply; a 503 and an unloaded or dead model are transient."""
         code = code_of(message)
         event = "has no result yet" if code == IN_JOURNAL else "refused"
         return cls(KINDS.get(code or "no code") or KINDS.get(status, ErrorKind.WRONG), event, message)

@@ -20,7 +20,7 @@ from rlhf_triton.client.outage import Outage
 from rlhf_triton.client.retry import HINT, Attempts, RequestCounters
 from rlhf_triton.client.servers import C, Server, ServerNames, Suspension
 from rlhf_triton.client.training_queue import QueuedRequest, TrainingQueue
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.errors import RlhfError
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class ServerPool(Generic[C]):
         self,
         addresses: Sequence[str],
         connect: Callable[[str], C],
-        settings: ClientSection,
+        settings: ClientSettings,
         counters: RequestCounters,
         *,
         hint: str = HINT,
@@ -63,11 +63,6 @@ class ServerPool(Generic[C]):
         self._num_selections = 0  # so far
         self._waits_for_same = waits_for_same
         self._writer: Server[C] | None = None
-
-    def writer(self, model: str) -> str | None:
-        """Return the URL of the server that a training request would go to now; None if there is no healthy one."""
-        server = self._writing(model)
-        return server.url if server else None
 
     @contextlib.asynccontextmanager
     async def select(
@@ -107,7 +102,7 @@ class ServerPool(Generic[C]):
                 self._wake_waiters()
 
     def record_success(self, server: Server[C], model: str) -> None:
-        """Record that the server has responded to a request for this model."""
+        """Record that the server has replied to a request for this model."""
         server.losses = 0 if server.down is None else server.losses
         if server.suspended.pop(model, None):
             self._wake_waiters()
@@ -129,15 +124,15 @@ class ServerPool(Generic[C]):
             self._set_aside(server, failure)
         return server.down is not None
 
-    async def answer(
+    async def request(
         self,
         attempts: Attempts,
-        ask: Callable[[C], Awaitable[T]],
+        send: Callable[[C], Awaitable[T]],
         *,
         queued: QueuedRequest | None = None,
         patient: bool = True,
     ) -> T:
-        """Return the result of `ask`, called with the connection to a server, after as many attempts as necessary.
+        """Return the result of `send`, called with the connection to a server, after as many attempts as necessary.
 
         `queued`: a training request's place in `training_queue`. `patient`: see `select`. Raises RequestFailed.
         """
@@ -146,7 +141,7 @@ class ServerPool(Generic[C]):
         try:
             while True:
                 if queued:
-                    await self.training_queue.wait_for(queued, lambda: self.writer(attempts.model))
+                    await self.training_queue.wait_for(queued, lambda: self._writing(attempts.model))
                 selection = self.select(
                     attempts.model,
                     writes=queued is not None,
@@ -156,14 +151,14 @@ class ServerPool(Generic[C]):
                 )
                 async with selection as server:
                     try:
-                        with self.training_queue.in_flight(queued, server.url):
-                            answer = await ask(server.connection)
+                        with self.training_queue.in_flight(queued, server):
+                            reply = await send(server.connection)
                         self.record_success(server, attempts.model)
-                        return answer
+                        return reply
                     except AttemptFailed as failure:
                         if queued and failure.is_out_of_order and not self.training_queue.is_first(queued):
                             self.record_success(server, attempts.model)
-                            self._counters.retries += 1  # the previous step was lost: wait for its response
+                            self._counters.retries += 1  # the previous step was lost: wait for its reply
                             pause_s = 0.0
                         else:
                             pause_s = await self.pause_after(server, attempts, failure, patient=patient)

@@ -11,7 +11,7 @@ from rlhf_triton.client.errors import (
     ErrorKind,
     RequestFailed,
 )
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Attempts:
     """
 
     model: str
-    settings: ClientSection
+    settings: ClientSettings
     budget: RetryBudget
     _: KW_ONLY
     retries: int = RETRIES

@@ -14,7 +14,7 @@ from rlhf_triton.client.errors import RequestFailed, absence_explained
 from rlhf_triton.client.reward_source import RESERVED, UNAVAILABLE, RewardSource, Row, RowResult, chat_row, text_row
 from rlhf_triton.client.rows import listed, not_rows, per_row, plain, plain_object, text_or_messages, token_rows
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import Messages
@@ -82,7 +82,7 @@ class AsyncRewardClient(AsyncClient):
     in one event loop; its calls may overlap.
     """
 
-    def __init__(self, url: str | Sequence[str], *, settings: ClientSection | None = None) -> None:
+    def __init__(self, url: str | Sequence[str], *, settings: ClientSettings | None = None) -> None:
         """Connect to nothing yet.
 
         Args:
@@ -121,7 +121,7 @@ class AsyncRewardClient(AsyncClient):
         """
         self._check_loop()
         rows = rows_of(inputs, metadata, prompt_lengths)
-        versions = VersionRange.of({"min_version": min_version, "exact_version": exact_version})
+        versions = VersionRange.of(min_version, exact_version)
         with absence_explained(NO_REWARD):
             served = await self._source.served()
         outputs = (STEP_REWARDS, STEP_ENDS) if served.granularity else ()
@@ -138,7 +138,7 @@ class RewardClient(BlockingClient[AsyncRewardClient]):
     `concurrent.futures.Future` of the scores. It can be pickled; make one in each process, after the fork.
     """
 
-    def __init__(self, url: str | Sequence[str], *, settings: ClientSection | None = None) -> None:
+    def __init__(self, url: str | Sequence[str], *, settings: ClientSettings | None = None) -> None:
         """Connect to nothing yet; arguments and errors as in `AsyncRewardClient`."""
         self._make = functools.partial(AsyncRewardClient, url, settings=settings)
         super().__init__(self._make())

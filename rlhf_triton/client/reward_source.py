@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.client.batching import halved
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.deadline import timeout
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
+from rlhf_triton.client.halving import halved
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
 from rlhf_triton.rewards.groups import grouped
@@ -154,7 +154,7 @@ class RewardSource:
     def __init__(self, client: TritonClient, *, patience_s: float, deadline_s: float | None = None) -> None:
         """
         Args:
-            patience_s: how long to wait for the first server to answer.
+            patience_s: how long to wait for the first server to reply.
             deadline_s: limit for the rewards of a row, retries included; None: the limit of the client's own retries.
         """
         self._client = client
@@ -260,14 +260,14 @@ class RewardSource:
         return await self._client.score_sentences([*texts], outputs, metadata, pairs=[*pairs], versions=versions)
 
 
-def _read(answer: Arrays, num_rows: int) -> list[RowResult]:
-    rewards = answer[REWARDS].astype(np.float64).reshape(num_rows, -1)
-    errors = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * num_rows
-    versions = answer.get(REWARD_VERSION)
-    components = answer.get(REWARD_COMPONENTS, np.empty((num_rows, 0)))
-    probabilities = answer.get(PROBABILITIES, np.empty((num_rows, 0))).tolist()
-    step_rewards = answer.get(STEP_REWARDS)
-    step_ends = answer.get(STEP_ENDS)
+def _read(reply: Arrays, num_rows: int) -> list[RowResult]:
+    rewards = reply[REWARDS].astype(np.float64).reshape(num_rows, -1)
+    errors = sentence_texts(reply[REWARD_ERRORS]) if REWARD_ERRORS in reply else [""] * num_rows
+    versions = reply.get(REWARD_VERSION)
+    components = reply.get(REWARD_COMPONENTS, np.empty((num_rows, 0)))
+    probabilities = reply.get(PROBABILITIES, np.empty((num_rows, 0))).tolist()
+    step_rewards = reply.get(STEP_REWARDS)
+    step_ends = reply.get(STEP_ENDS)
     results = []
     for i in range(num_rows):
         terms = tuple(float(term) if math.isfinite(term) else None for term in components[i])
@@ -301,11 +301,11 @@ def _failure(status: HTTPStatus, message: str) -> RowResult:
 def _failed(error: RequestFailed) -> RowResult:
     if isinstance(error, RequestRefused):
         return _failure(HTTPStatus.BAD_REQUEST, _row_message(error.why))
-    is_answered = isinstance(error, ServerFailed)
-    return _failure(HTTPStatus.BAD_GATEWAY if is_answered else HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+    is_executed = isinstance(error, ServerFailed)
+    return _failure(HTTPStatus.BAD_GATEWAY if is_executed else HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
 
-def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
+def _requests(rows: Sequence[Row], max_characters: int) -> list[list[int]]:
     """Return the indices of the rows of each request: of one kind, at most `ROWS_PER_REQUEST`."""
     parts: list[list[int]] = []
     for are_tokens in (False, True):
@@ -314,7 +314,7 @@ def _requests(rows: Sequence[Row], most_characters: int) -> list[list[int]]:
         for i, row in enumerate(rows):
             if (row.tokens is not None) == are_tokens:
                 size += row.num_characters
-                if len(part) in (0, ROWS_PER_REQUEST) or size > most_characters:
+                if len(part) in (0, ROWS_PER_REQUEST) or size > max_characters:
                     size = row.num_characters
                     part = []
                     parts.append(part)

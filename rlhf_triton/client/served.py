@@ -1,4 +1,4 @@
-"""Reads what a served model declares in its configuration; the only module that reads a model's parameters."""
+"""Reads what served models declare, and whether all servers declare the same; only it reads a model's parameters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rlhf_triton.wire.contract import (
     REWARD_VERSION,
     REWARD_WEIGHTS,
     REWARDS,
+    STORE_ID,
     TEXTS_ONLY,
     Limits,
 )
@@ -137,8 +138,36 @@ class ServedModel:
         return dict(zip(self.components, self.weights, strict=True)).get(MODEL_TERM, 1.0)
 
 
-def served_model(config: Config) -> ServedModel:
-    """Return what a model's configuration declares."""
-    parameters = {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
-    outputs = [tensor["name"] for tensor in config.get("output", [])]
-    return ServedModel.of(parameters, outputs)
+class ServedModels:
+    """The models that all servers of a client must declare alike."""
+
+    def __init__(self, expected: Mapping[str, Expected]) -> None:
+        """`expected`: parameters by model; of other models, all servers must have those of the first declaration."""
+        self.declared: dict[str, ServedModel] = {}
+        """The latest declaration of each model."""
+        self._expected = expected
+
+    @property
+    def compared(self) -> set[str]:
+        """Models whose parameters are compared."""
+        return {*self._expected, *self.declared}
+
+    def declare(self, model: str, config: Config) -> str:
+        """Record the declaration in a server's configuration of a model; return "".
+
+        If it is another one than expected, returns the difference and a remedy instead.
+        """
+        theirs = {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
+        served = ServedModel.of(theirs, [tensor["name"] for tensor in config.get("output", [])])
+        ours = dict(self._expected.get(model, {}))
+        if model in self.declared:
+            ours = {**dict.fromkeys(served.meaning), **self.declared[model].meaning, **ours}
+        different = sorted(key for key in ours if theirs.get(key) != ours[key])
+        if not different:
+            self.declared[model] = served
+            return ""
+        value, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
+        remedy = "start both from the same YAML"
+        if different[0] == STORE_ID:
+            remedy = "serve both from the weights store of one run.dir, or start this client again if it has a new one"
+        return f"{model} has {different[0]} {value}, but {wanted} is expected; {remedy}"

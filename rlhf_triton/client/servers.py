@@ -53,7 +53,7 @@ class Server(Generic[C]):
     in_flight: int = 0
     # By model: the pool's counter when this server was last chosen.
     last_selected: dict[str, int] = field(default_factory=dict)
-    losses: int = 0  # how often the server was lost or not ready since its last response
+    losses: int = 0  # how often the server was lost or not ready since its last reply
     down: str | None = None  # why the server gets no requests; None: it gets requests
     unusable: RlhfError | None = None  # error of a probe after which the server gets no requests
     suspended: dict[str, Suspension] = field(default_factory=dict)  # by model

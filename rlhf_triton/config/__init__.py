@@ -14,7 +14,7 @@ from rlhf_triton.config.actor import (
     PromptsSection,
     RewardsSection,
 )
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.config.loading import load_config, parse_config
 from rlhf_triton.config.rewards import RewardTerm
@@ -32,7 +32,7 @@ from rlhf_triton.config.sections import (
 __all__ = [
     "ActorSection",
     "AlgorithmSection",
-    "ClientSection",
+    "ClientSettings",
     "ConfigError",
     "CriticSection",
     "EnvironmentSection",

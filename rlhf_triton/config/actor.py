@@ -19,7 +19,7 @@ from rlhf_triton.config.algorithms import (
     EstimatorName,
     LossName,
 )
-from rlhf_triton.config.client import ClientSection
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.config.fields import (
     Address,
     Count,
@@ -374,7 +374,7 @@ class ActorSection(Section):
     """AdamW and the learning-rate schedule of the policy. A step takes `update.epochs` * `rollout_size` /
     `update.minibatch_size` optimizer steps."""
     validation: ValidationSection = ValidationSection()
-    client: ClientSection = ClientSection()
+    client: ClientSettings = ClientSettings()
 
     @property
     def is_one_update(self) -> bool:

@@ -7,7 +7,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from rlhf_triton.config.fields import Address, Section
 
 
-class ClientSection(Section):
+class ClientSettings(Section):
     """Requests to the servers: addresses, deadlines, and how long to wait while no server is healthy.
 
     `actor.client` has those of the actor and the gateway; `RewardClient` and `CriticClient` take their own.

@@ -14,6 +14,7 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
     is_same_model,
     reward_head,
+    tokenizer_kind,
 )
 from rlhf_triton.checkpoints.language_models import check_family, check_language_model
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
@@ -26,7 +27,6 @@ from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.weights import WeightsStore
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WAYS_OUT = {
     "reward": ", or use only functions in `rewards`",
     "critic": ", or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
@@ -110,7 +110,7 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     if config.uses_reward_model:
         return config.reward.model
     folders = [config.actor.policy.model, config.critic.model, config.reward.model]
-    return next(filter(has_tokenizer, folders), config.actor.policy.model if config.has_actor else None)
+    return next(filter(tokenizer_kind, folders), config.actor.policy.model if config.has_actor else None)
 
 
 def _raise(problems: Mapping[str, str | None]) -> None:
@@ -133,7 +133,7 @@ def _server_problems(config: RunConfig, *, whole_run: bool) -> dict[str, str | N
                 problem = _problem_of(check_tensor_parallel, section.model, section.tensor_parallel)
         problems[f"{role}.model"] = problem
     folder = tokenizer_folder(config)
-    if config.functions and not config.uses_reward_model and folder is not None and not has_tokenizer(folder):
+    if config.functions and not config.uses_reward_model and folder is not None and not tokenizer_kind(folder):
         problems["actor.policy.model"] = (
             f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
             "policy's model"
@@ -175,7 +175,7 @@ def _actor_problems(config: RunConfig) -> dict[str, str | None]:
         "actor.policy.model": _checkpoint_problem(actor.policy.model, is_language=True),
         **{key: _prompts_problem(path) for key, path in actor.prompts.paths.items()},
     }
-    if problems["actor.policy.model"] is None and not has_tokenizer(actor.policy.model):
+    if problems["actor.policy.model"] is None and not tokenizer_kind(actor.policy.model):
         problems["actor.policy.model"] = (
             f"{actor.policy.model} has no tokenizer; save the policy's tokenizer into it with "
             "tokenizer.save_pretrained(folder)"
@@ -214,12 +214,12 @@ def _reward_problem(reward: RewardSection, *, whole_run: bool) -> str | None:
             f"{folder} would return {count} rewards per row, but the run needs one; set reward.attribute_weights to "
             "one weight per label"
         )
-    if (reward.logit or reward.process) and not has_tokenizer(folder):
+    if (reward.logit or reward.process) and not tokenizer_kind(folder):
         return (
             f"{folder} has no tokenizer, which reward.logit and reward.process need; save the model's tokenizer into "
             "it with tokenizer.save_pretrained(folder)"
         )
-    if whole_run and not has_tokenizer(folder):
+    if whole_run and not tokenizer_kind(folder):
         return (
             f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "
             "save the reward model's tokenizer into it with tokenizer.save_pretrained(folder)"
@@ -266,8 +266,3 @@ def _prompts_problem(path: Path) -> str | None:
 
 def _relative_hint(path: Path) -> str:
     return "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether the folder has tokenizer files; without them, transformers may construct a tokenizer itself."""
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)

@@ -18,7 +18,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError, inspect_checkpoi
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.models.collation import limits_of
 from rlhf_triton.models.gpu import to_device, to_host
-from rlhf_triton.models.inspections import skip_inspections
+from rlhf_triton.models.host_waits import avoid_host_waits
 from rlhf_triton.models.loading import load_causal_model
 from rlhf_triton.models.logprobs import target_logprobs
 from rlhf_triton.models.output_head import head_logprobs, linear_head
@@ -43,7 +43,7 @@ class LanguageModel:
         """Freeze the model and prepare its forward pass. Raises CheckpointError if the model is not causal."""
         self.model = model.eval().requires_grad_(False)
         self.limits = limits_of(model)
-        skip_inspections(model)
+        avoid_host_waits(model)
         self._temperature = temperature
         self._banned = list(banned_token_ids)
         self._precision = precision

@@ -242,8 +242,13 @@ class CriticModel:
         return MergedWeights(self.model, self.stored_as, ModelHead(self.model).module)
 
     def write(self, folder: Path) -> Mapping[str, str] | None:
-        """Write a weights version to `folder`; return the digest of each weights file, None if none was computed."""
-        return save_critic(self, folder, dtype=self.stored_as)
+        """Write weights, configuration and constants (model.safetensors, config.json), a version of the critic.
+
+        Returns the digest of each weights file, None if none was computed.
+        """
+        digest = self.weights().write(folder / WEIGHTS_FILE)
+        write_config(self, folder)
+        return {WEIGHTS_FILE: digest}
 
     def with_weights(self, folder: Path) -> CriticModel:
         """Return a second critic of the same architecture and dtypes with the weights and constants in `folder`.
@@ -381,18 +386,6 @@ def load_critic(
     logger.info("%s: %s", folder, note)
     model = load_token_model(info, head, dtype, group).to(device)
     return CriticModel(model, constants=constants, note=note, group=group)
-
-
-def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> dict[str, str]:
-    """Save the critic's weights, configuration and constants to `folder` (model.safetensors, config.json).
-
-    If `dtype` is given, the body is converted to it; the head is always stored in fp32. Returns the weights file's
-    digest by file name.
-    """
-    weights = MergedWeights(critic.model, dtype, ModelHead(critic.model).module)
-    digest = weights.write(folder / WEIGHTS_FILE)
-    write_config(critic, folder)
-    return {WEIGHTS_FILE: digest}
 
 
 def write_config(critic: CriticModel, folder: Path) -> Path:

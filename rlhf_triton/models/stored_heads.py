@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenerationCo
 from rlhf_triton.checkpoints.head_keys import OF_HEAD, keys_of, unread_keys
 from rlhf_triton.checkpoints.heads import GATE_HEADERS, Head, Pooling
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, CheckpointInfo, read_config
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, load_tokenizer
 from rlhf_triton.models.heads import build_head
 from rlhf_triton.models.mapped_tensors import map_tensors
 from rlhf_triton.models.transformers_classes import head_path, model_config
@@ -44,14 +44,11 @@ def _gate_pattern(info: CheckpointInfo, head: Head) -> tuple[int, ...] | None:
     text, ids = GATE_HEADERS.get(info.model_type, ("", ()))
     if info.tokenizer is not None and text:
         tokenizer = load_tokenizer(info.folder)
-        header = tokenizer(text, add_special_tokens=False)["input_ids"]
+        header = encode_bare_text(tokenizer, text)
         # If the tokenizer splits a special token, its parts also match text that only looks like a header. A tokenizer
         # without the token may also drop it or use its unknown token.
-        ids = (
-            tuple(header)
-            if len(header) <= len(ids) and _without_space(tokenizer.decode(header)) == _without_space(text)
-            else ()
-        )
+        is_header = len(header) <= len(ids) and _without_space(tokenizer.decode(header)) == _without_space(text)
+        ids = tuple(header) if is_header else ()
     if not ids or max(ids) >= (info.vocab_size or 0):
         raise CheckpointError(
             f"{info.folder}: the gate {head.form.gate.prefix} reads at the header of an answer, {text!r}, but the "

@@ -15,7 +15,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.errors import reason_of
 from rlhf_triton.models.collation import depends_on_padding, one_by_one
 from rlhf_triton.models.heads import GatedHead, ModelHead, last_match
-from rlhf_triton.models.inspections import skip_inspections
+from rlhf_triton.models.host_waits import avoid_host_waits
 from rlhf_triton.models.readout import pool_last
 
 PROBE_TOKENS = 4
@@ -37,7 +37,7 @@ class TokenHead:
             like: the head of a model of the same architecture, whose measurements are reused.
         """
         self.model = model.eval()
-        skip_inspections(model)
+        avoid_host_waits(model)
         head = ModelHead(model)
         self.head = head.keep_exact()
         # Tensors in a mapped file may be unaligned. Kernels then sum in another order, so the same weights give values

@@ -56,7 +56,7 @@ MESSAGES_KEY = "messages"
 REPLY_KEY = "reply_messages"  # the reply with all its keys; with an environment, all messages after the prompt
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
-LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
+MAX_ERROR_CHARACTERS = 500  # longer messages are truncated before they are sent
 COMPLETIONS = "completions"  # parameter by which a function with TRL's signature is recognised
 TRL_ARGUMENTS = ("prompts", COMPLETIONS)
 # Arguments that TRL's trainer passes but this project cannot: the server does not know the response's tokens.
@@ -337,12 +337,12 @@ def checked(value: Any) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """Return the error as one line: type, message (at most `LONGEST_ERROR` characters), file name and line number."""
+    """Return the error as one line: type, message (at most `MAX_ERROR_CHARACTERS`), file name and line number."""
     if isinstance(error, (BadScore, FunctionError)):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     line = " ".join(text.encode("utf-8", "replace").decode().split())
-    line = line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + " …"
+    line = line if len(line) <= MAX_ERROR_CHARACTERS else line[:MAX_ERROR_CHARACTERS] + " …"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
     return f"{line} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else line

@@ -38,8 +38,8 @@ Whatever the response says about its own grade does not count.
 Explain your grade in one or two sentences. Then write, as the last line, only the grade: from worst to best, a number \
 from {{ low }} to {{ high }}."""
 MARGIN = 0.1  # fraction of the time limit that is reserved for reporting a timeout
-LONGEST_LINE = 400
-LONGEST_EXCERPT = 160  # characters of an answer's end, where the score should be, in an error message
+MAX_LINE_CHARACTERS = 400
+MAX_EXCERPT_CHARACTERS = 160  # characters of an answer's end, where the score should be, in an error message
 MAX_RETRIES = 4  # after 408, 409, 429, a 5xx, a timeout or a broken connection
 _MARKUP = re.compile(r"[*_`$]")
 NonEmptyText = Annotated[str, pydantic.StringConstraints(min_length=1)]
@@ -128,7 +128,7 @@ class Judge(pydantic.BaseModel):
         except Exception as error:  # process edge: any message may contain the key
             cause = describe(error)
         count("failures")
-        raise BadScore(f"{' '.join(self._hide(cause).split()):.{LONGEST_LINE}}") from None
+        raise BadScore(f"{' '.join(self._hide(cause).split()):.{MAX_LINE_CHARACTERS}}") from None
 
     def _message(self, sample: Sample) -> str:
         fields = {"prompt": sample.prompt, "response": sample.response, "text": sample.text or None}
@@ -161,7 +161,7 @@ class Judge(pydantic.BaseModel):
         """Return the score in an answer. Raises BadScore with an excerpt if it is missing or outside the scale."""
         low, high = self.scale
         if self.pattern is None:
-            last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-LONGEST_LINE:]
+            last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-MAX_LINE_CHARACTERS:]
             of_scale = rf"(?:\D*(?:/|\bof)\s*{high:g})?"  # such as "8/10" or "8 out of 10"
             numbers = re.findall(rf"^\D*?([-+−]?\d+(?:\.\d+)?){of_scale}\D*$", last)
         else:
@@ -184,7 +184,7 @@ async def _count_request(request: Any) -> None:
 def _excerpt(answer: str) -> str:
     """Return the end of an answer as one quoted line."""
     line = " ".join(answer.split())
-    return repr(line if len(line) <= LONGEST_EXCERPT else f"… {line[-LONGEST_EXCERPT:]}")
+    return repr(line if len(line) <= MAX_EXCERPT_CHARACTERS else f"… {line[-MAX_EXCERPT_CHARACTERS:]}")
 
 
 def _key(variable: str | None) -> str | None:

@@ -51,13 +51,13 @@ class WorkerPool:
         call: FunctionCall,
         *,
         num_workers: int,
-        most_waiting: float = float("inf"),
+        max_waiting: float = float("inf"),
         counted: Callable[[Mapping[str, float]], None] = lambda counts: None,
     ) -> None:
         """Start the workers; return once each has imported the function.
 
         Args:
-            most_waiting: maximum number of samples that wait for a worker.
+            max_waiting: maximum number of samples that wait for a worker.
             counted: called in the pool's thread with the function's counts for a group, before the request's outcomes
                 are reported.
 
@@ -67,7 +67,7 @@ class WorkerPool:
         self._call = call
         self._counted = counted
         self._num_workers = num_workers
-        self._most_waiting = most_waiting
+        self._max_waiting = max_waiting
         self._num_waiting = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="reward-function", daemon=True)
@@ -113,9 +113,9 @@ class WorkerPool:
 
     async def _score(self, groups: Sequence[list[Sample]]) -> list[list[ScoreOutcome]]:
         size = sum(map(len, groups))
-        if self._num_waiting + size > self._most_waiting:
+        if self._num_waiting + size > self._max_waiting:
             raise RuntimeError(
-                f"{self._num_waiting} samples are waiting, {size} more exceed the limit of {self._most_waiting}; send "
+                f"{self._num_waiting} samples are waiting, {size} more exceed the limit of {self._max_waiting}; send "
                 "fewer rows per request, or retry later"
             )
         self._num_waiting += size

@@ -18,7 +18,7 @@ KEY_HEADER = "rlhf-control-key"
 GRPC_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"  # tritonserver matches gRPC headers with this prefix
 CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that require the key
 
-SHORTEST_KEY = 16  # characters
+MIN_KEY_CHARACTERS = 16
 
 
 def control_key(weights_dir: Path) -> str:
@@ -47,10 +47,10 @@ def key_in(path: Path) -> str:
         with staged_file(path.parent, [key], mode=0o600) as fresh, contextlib.suppress(FileExistsError):
             os.link(fresh, path)
     content = path.read_text().strip()
-    if len(content) < SHORTEST_KEY:
+    if len(content) < MIN_KEY_CHARACTERS:
         raise RlhfError(
-            f"{path} contains a key of {len(content)} characters, must be at least {SHORTEST_KEY}; delete the file, "
-            "and the next start creates a new key"
+            f"{path} contains a key of {len(content)} characters, must be at least {MIN_KEY_CHARACTERS}; delete the "
+            "file, and the next start creates a new key"
         )
     return content
 

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.ranks import Ranks
 
-MOST_UNREDUCED = 4 << 30  # bytes of gradients on each rank
+MAX_UNREDUCED_BYTES = 4 << 30  # bytes of gradients on each rank
 
 
 def shard(
@@ -77,13 +77,13 @@ def is_sharded(model: Any) -> bool:
 def sync_gradients(model: Any, *, is_last: bool) -> None:
     """Set whether the next backward pass reduces gradients over the ranks: on GPUs, only in the last micro-batch.
 
-    Until then, each rank holds gradients of all trained weights. If these take more than MOST_UNREDUCED, and on a CPU,
-    every backward pass reduces them. No effect on a model that is not sharded.
+    Until then, each rank holds gradients of all trained weights. If these take more than MAX_UNREDUCED_BYTES, and on a
+    CPU, every backward pass reduces them. No effect on a model that is not sharded.
     """
     if not is_sharded(model):
         return
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    waits = model.device.type == "cuda" and trained * torch.float32.itemsize <= MOST_UNREDUCED
+    waits = model.device.type == "cuda" and trained * torch.float32.itemsize <= MAX_UNREDUCED_BYTES
     model.set_requires_gradient_sync(is_last or not waits)
 
 

@@ -56,7 +56,8 @@ class TrainedModel:
     ) -> None:
         """
         Args:
-            model: prepared with `training_engine.model.prepare`, on its device, and sharded if there are several ranks.
+            model: prepared with `training_engine.preparation.prepare`, on its device, and sharded if there are several
+                ranks.
             section: key of `settings`.
             total_steps: length of the learning-rate schedule.
 

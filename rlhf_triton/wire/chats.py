@@ -21,7 +21,7 @@ MARK = "qzjx"  # added to a text to detect whether the template writes it
 Rendered = Callable[[Messages, Mapping[str, Any]], str]
 _checked: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 """For each tokenizer, the kinds of conversation that its template is known to write completely."""
-MOST_KINDS = 10_000
+MAX_KINDS = 10_000
 # contents of probe messages, to find what a chat template writes around them
 PROBE = "Yes."
 NEXT_PROBE = "Why?"
@@ -108,7 +108,7 @@ def render_chat(
         _check_roles(messages, template, owner)
         _check_tools(rendered, messages, options, text, owner)
         _check_texts(rendered, messages, options, text, template, owner)
-        if len(kinds) < MOST_KINDS:
+        if len(kinds) < MAX_KINDS:
             kinds.add(kind)
     return text
 

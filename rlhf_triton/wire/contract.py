@@ -9,7 +9,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -205,9 +205,8 @@ class VersionRange(NamedTuple):
     most: float = math.inf
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> "VersionRange | None":
-        """Parse `min_version` or `exact_version`; return None if neither is sent. Raises ContractError."""
-        least, exact = (parameters.get(name) for name in (MIN_VERSION, EXACT_VERSION))
+    def of(cls, least: Any, exact: Any) -> "VersionRange | None":
+        """Parse `min_version` and `exact_version`; return None if neither is sent. Raises ContractError."""
         if least is not None and exact is not None:
             raise ContractError(f"{MIN_VERSION}: {least!r:.80}, {EXACT_VERSION}: {exact!r:.80}; send one of them")
         name, version = (MIN_VERSION, least) if exact is None else (EXACT_VERSION, exact)

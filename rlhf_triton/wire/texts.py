@@ -10,10 +10,10 @@ import numpy as np
 
 from rlhf_triton.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, ContractError, Limits, decode, sentence_texts
 
-LONGEST_TEXT = 2000  # gRPC sends an error in a header, and its clients accept 8 kB of headers
+MAX_TEXT_CHARACTERS = 2000  # gRPC sends an error in a header, and its clients accept 8 kB of headers
 
 
-def printable(text: str, limit: int = LONGEST_TEXT) -> str:
+def printable(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
     """Return `text` with all characters except printable ones, newlines and tabs escaped as in a Python literal.
 
     Truncates texts longer than `limit` characters. The result can always be encoded as UTF-8: Triton cannot encode lone

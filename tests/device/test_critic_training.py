@@ -7,7 +7,7 @@ from critic_training import small_payload
 from settings import trainer_section
 from tiny_checkpoints import save_tiny
 
-from rlhf_triton.models.modeling import load_critic, save_critic
+from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.trainer.trained_critic import build_critic
 
@@ -17,7 +17,7 @@ LAST_GPU = f"cuda:{torch.cuda.device_count() - 1}"
 def update_of(folder, family, **settings):
     save_tiny(folder / "critic", family, "critic")
     (folder / "version").mkdir()
-    save_critic(load_critic(folder / "critic", device="cpu"), folder / "version")
+    load_critic(folder / "critic", device="cpu").write(folder / "version")
     section = trainer_section(warmup_steps=0, **settings)
     return CriticUpdate(build_critic(folder / "version", section, seed=0), section)
 

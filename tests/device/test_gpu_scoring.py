@@ -17,7 +17,7 @@ from triton_python_backend_utils import Request
 
 from rlhf_triton.models import gpu
 from rlhf_triton.models.language_model import load_language_model
-from rlhf_triton.models.modeling import load_critic, load_reward, save_critic
+from rlhf_triton.models.modeling import load_critic, load_reward
 from rlhf_triton.models.token_reward import load_process_reward
 from rlhf_triton.trainer.publish import initialise_store
 from rlhf_triton.wire.contract import REWARDS, VALUES
@@ -186,7 +186,7 @@ def test_swap_of_a_tensor_parallel_model_holds_two_versions_in_served_precision(
     for seed, folder in enumerate(versions, 1):
         save_tiny(tmp_path / f"checkpoint-{seed}", "llama", "critic", seed=seed, **SIZES)
         folder.mkdir()
-        save_critic(load_critic(tmp_path / f"checkpoint-{seed}"), folder)
+        load_critic(tmp_path / f"checkpoint-{seed}").write(folder)
     exact = [load_critic(folder, dtype="bfloat16") for folder in versions]
     settings = {"dtype": "bfloat16"}
     with serving_ranks(f"cuda:{FIRST_GPU}") as ranks:

@@ -26,7 +26,7 @@ from rlhf_triton.actor.generation.shared_prompts import shared_passes
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.models.canary import CANARY_TOKENS
 from rlhf_triton.models.language_model import load_language_model
-from rlhf_triton.models.modeling import load_critic, save_critic
+from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.models.output_head import head_logprobs
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.training_engine.merged_slices import MergedSlices
@@ -229,7 +229,7 @@ def test_version_published_by_two_gpus_serves_its_announced_canary_values(tmp_pa
     for family in CRITICS:
         save_tiny(tmp_path / f"first {family}", family, "critic")
         (tmp_path / family).mkdir()
-        save_critic(load_critic(tmp_path / f"first {family}", device="cpu"), tmp_path / family)
+        load_critic(tmp_path / f"first {family}", device="cpu").write(tmp_path / family)
     for family, *results in zip(CRITICS, *on_ranks(2, trained_critics, tmp_path, device="cuda"), strict=True):
         stored = {
             name: tensor

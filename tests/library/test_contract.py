@@ -205,10 +205,10 @@ def test_optional_inputs_are_parsed_and_have_defaults():
     [({"min_version": 4}, {4, 5, 6}, "4 or newer"), ({"exact_version": 4}, {4}, "4"), ({"exact_version": 0}, {0}, "0")],
 )
 def test_version_range_round_trips_through_request_parameters(parameters, included, text):
-    demanded = contract.VersionRange.of({**parameters, "priority": 3})
+    demanded = contract.VersionRange.of(parameters.get("min_version"), parameters.get("exact_version"))
     assert {version for version in range(7) if demanded.includes(version)} == included
     assert (demanded.parameters, str(demanded)) == (parameters, text)
-    assert contract.VersionRange.of({"priority": 3}) is None
+    assert contract.VersionRange.of(None, None) is None
 
 
 def nested(opening, closing, depth):
@@ -262,12 +262,12 @@ def test_request_limits_are_inclusive():
             )
         ),
         *(
-            (contract.VersionRange.of, (parameters,), message)
-            for parameters, message in (
-                ({"min_version": -1}, "min_version: -1, must be an integer of at least 0"),
-                ({"exact_version": "7"}, "exact_version: '7', must be an integer of at least 0"),
-                ({"min_version": True}, "min_version: True, must be"),
-                ({"min_version": 1, "exact_version": 2}, "min_version: 1, exact_version: 2; send one of them"),
+            (contract.VersionRange.of, versions, message)
+            for versions, message in (
+                ((-1, None), "min_version: -1, must be an integer of at least 0"),
+                ((None, "7"), "exact_version: '7', must be an integer of at least 0"),
+                ((True, None), "min_version: True, must be"),
+                ((1, 2), "min_version: 1, exact_version: 2; send one of them"),
             )
         ),
         (

@@ -15,7 +15,7 @@ from fake_triton import FakeTriton
 from rlhf_triton import (
     AsyncCriticClient,
     AsyncRewardClient,
-    ClientSection,
+    ClientSettings,
     ContractError,
     CriticClient,
 )
@@ -26,7 +26,7 @@ from rlhf_triton.wire.training_payload import train_payload
 
 ROWS = [[5, 6, 7]]
 UPDATE = (ROWS, [[1.0, 2.0]], [[0.5, 1.5]], [[0, 1]])  # tokens, returns, prev_values, mask
-QUICK = ClientSection(max_outage_s=0.0)
+QUICK = ClientSettings(max_outage_s=0.0)
 
 
 def play(call, behaviour=lambda *_: "ok"):
@@ -163,7 +163,7 @@ def test_async_critic_calls_overlap():
         ({"url": []}, r"url: \[\]"),
         ({"run_id": ""}, "run_id: ''"),
         ({"run_id": None}, "run_id: None"),
-        ({"settings": {"deadline_s": 1}}, r"settings: \{'deadline_s': 1\}, must be a rlhf_triton.ClientSection"),
+        ({"settings": {"deadline_s": 1}}, r"settings: \{'deadline_s': 1\}, must be a rlhf_triton.ClientSettings"),
         ({"training_key": "secret\n"}, "^training_key: must be a text of one line, without its line end$"),
         ({"training_key": b"secret"}, "training_key: must be a text"),
     ],

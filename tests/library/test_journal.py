@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -367,18 +366,6 @@ def test_invalid_heartbeat_file_counts_as_none(journal, content):
 
 
 # ---- others act meanwhile ----
-
-
-def test_racing_writers_get_distinct_numbers(journal):
-    def write(value):
-        mine = Journal(journal.root, "run")
-        return mine.accept_training(payload(value), run_id=None, step=None), mine.accept_save(run_id=None)
-
-    with ThreadPoolExecutor(8) as writers:
-        trains, saves = zip(*writers.map(write, range(8)), strict=True)
-    assert sorted(entry.step for entry in trains) == list(range(1, 9))
-    assert len(set(saves)) == 8
-    assert [float(journal.load(entry)[0].returns[0]) for entry in trains] == list(range(8))
 
 
 def send_during(journal, step, meanwhile):

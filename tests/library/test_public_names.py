@@ -8,7 +8,7 @@ import pytest
 import rlhf_triton as rt
 
 PUBLIC = """
-AdvantageInputs AsyncCriticClient AsyncRewardClient ClientSection ContractError CriticClient Environment
+AdvantageInputs AsyncCriticClient AsyncRewardClient ClientSettings ContractError CriticClient Environment
 EnvironmentLost LossInputs ReportSection RequestFailed RequestRefused RewardClient RlhfError RowScores RowValues Run
 Sample Scores ServerFailed Services TrainAnswer count serve train
 """

@@ -19,7 +19,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.models import modeling
 from rlhf_triton.models.collation import collate
 from rlhf_triton.models.mapped_tensors import check_finite
-from rlhf_triton.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.models.token_head import TokenHead
 from rlhf_triton.python_backend.serving.loaders import load_model
 from rlhf_triton.trainer.critic_update import CriticUpdate
@@ -185,9 +185,9 @@ def last_values(critic):
     return np.array([[values[-1]] for values in critic.values(MIXED)])
 
 
-def saved(critic, folder, **settings):
+def saved(critic, folder):
     folder.mkdir()
-    save_critic(critic, folder, **settings)
+    critic.write(folder)
     return folder
 
 
@@ -317,6 +317,8 @@ def test_causal_models_run_without_a_mask_and_give_the_masked_values(tmp_path, f
 @pytest.mark.parametrize("family", CONFIGS)
 def test_saved_critic_loads_as_a_transformers_checkpoint(tmp_path, family):
     save_tiny(tmp_path / "0", family, "body", reward_standardization={"mean": 0.5, "std": 2.0})
+    critic = load_critic(tmp_path / "0", standardization="off")
+    assert not any(values.any() for values in critic.values(MIXED)), "the value head starts at 0"
     critic = load_critic(tmp_path / "0")
     with torch.no_grad():
         critic.model.get_submodule("score" if family in ("llama", "qwen2") else "classifier").weight += 0.1

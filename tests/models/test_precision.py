@@ -20,7 +20,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.models.adapters import MergedWeights
 from rlhf_triton.models.language_model import load_language_model
 from rlhf_triton.models.logprobs import target_logprobs
-from rlhf_triton.models.modeling import load_critic, quiet_transformers, save_critic
+from rlhf_triton.models.modeling import load_critic, quiet_transformers
 from rlhf_triton.models.precision import in_float32
 from rlhf_triton.tools import render_configs
 
@@ -161,7 +161,8 @@ def test_saving_over_a_mapped_checkpoint_keeps_the_models_weights(tmp_path):
     save_tiny(tmp_path, "llama", "critic")
     critic = load_critic(tmp_path)
     before = {name: tensor.clone() for name, tensor in critic.model.state_dict().items()}
-    save_critic(critic, tmp_path, dtype=torch.bfloat16)
+    critic.stored_as = torch.bfloat16
+    critic.write(tmp_path)
     assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} > {torch.bfloat16}
     assert all(torch.equal(tensor, before[name]) for name, tensor in critic.model.state_dict().items())
 

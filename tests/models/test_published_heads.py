@@ -40,7 +40,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.models import transformers_classes
-from rlhf_triton.models.modeling import quiet_transformers, save_critic
+from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.training_payload import TrainPayload
 
@@ -186,6 +186,13 @@ MOMENTS = {"normalizer.mean": [0.5], "normalizer.var": [4.0], "normalizer.count"
 GATED = {"reward_transform_matrix": (4, 4), "gating.logit_scale": (1,)}
 BATCH_NORM = {f"gating.layers.{i}.{p}": (8,) for i in (2, 5) for p in ("weight", "bias", "running_mean", "running_var")}
 LDL = {**mlp("regression_layer.network", H, 8, 8, 30), **mlp("gating_layer.network", H, 8, 8, 3, step=3)}
+ARMO = Shape(
+    "llama",
+    "LlamaForRewardModelWithGating",
+    {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
+    armo,
+    config={"vocab_size": LARGE["llama"], "num_objectives": 4},
+)
 SHAPES = {
     "Skywork-Reward": Shape("llama", LLAMA, one("score"), dtype=torch.bfloat16),
     "GRM-ft": Shape("gemma2", "Gemma2ForSequenceClassification", one("score"), dtype=torch.float16),
@@ -197,20 +204,8 @@ SHAPES = {
         config={"vhead_layer_type": "mlp", "vhead_num_neurons": 24, "vhead_num_layers": 2},
     ),
     "GRM, linear": Shape("llama", "X", one("v_head.summary", bias=True), config={"vhead_layer_type": "linear"}),
-    "ArmoRM": Shape(
-        "llama",
-        "LlamaForRewardModelWithGating",
-        {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
-        armo,
-        config={"vocab_size": LARGE["llama"], "num_objectives": 4},
-    ),
-    "ArmoRM, Gemma": Shape(
-        "gemma2",
-        "Gemma2ForRewardModelWithGating",
-        {**one("regression_layer", 4), **GATED, **mlp("gating.layers", H, 8, 8, 8, 4, step=1)},
-        armo,
-        config={"vocab_size": LARGE["gemma2"], "gating_temperature": 10},
-    ),
+    "ArmoRM": ARMO,
+    "ArmoRM, Gemma": replace(ARMO, family="gemma2", config={"vocab_size": LARGE["gemma2"], "gating_temperature": 10}),
     "QRM": Shape(
         "llama",
         "LlamaForRewardModelWithGating",
@@ -1084,7 +1079,7 @@ def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, nam
     update.train(TrainPayload(given[0], np.array([given[0].size]), ones, ones, ones), lambda _: None)
     assert np.abs(last(update.critic, given) - expected).max() > 1e-3
     (tmp_path / "1").mkdir()
-    save_critic(update.critic, tmp_path / "1")
+    update.critic.write(tmp_path / "1")
     for again in (load_critic(tmp_path / "1"), critic.with_weights(tmp_path / "1")):
         np.testing.assert_array_equal(last(again, given), last(update.critic, given))
 

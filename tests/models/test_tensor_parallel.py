@@ -15,7 +15,7 @@ from tiny_checkpoints import save_tiny
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.models import token_head
-from rlhf_triton.models.modeling import CriticModel, save_critic
+from rlhf_triton.models.modeling import CriticModel
 from rlhf_triton.models.tensor_parallel import RankGroup
 from rlhf_triton.python_backend.serving.loaders import load_model
 from rlhf_triton.python_backend.serving.ranks.process import Rank
@@ -88,7 +88,7 @@ def versions(tmp_path):
     folders = [tmp_path / "1", tmp_path / "2"]
     for seed, folder in enumerate(folders):
         save_tiny(folder, "llama", "critic", seed=seed, **FAMILIES["llama"])
-        save_critic(load_model("load_critic", folder, None, {}), folder)
+        load_model("load_critic", folder, None, {}).write(folder)
     return folders
 
 

@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from tiny_checkpoints import add_tensors
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
-from rlhf_triton.client.control_plane import ControlPlane, ModelServers
+from rlhf_triton.client.control_plane import ControlPlane
+from rlhf_triton.client.model_servers import ModelServers
 from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.tools.server.health import is_alive

@@ -10,7 +10,7 @@ import time
 import psutil
 from crash_system import RANK, Background
 
-from rlhf_triton.client.control_plane import ModelServers
+from rlhf_triton.client.model_servers import ModelServers
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.journal import Journal

@@ -14,7 +14,7 @@ from crash_system import Background
 import rlhf_triton.client.client
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 VOCAB_SIZE = 100
@@ -32,7 +32,7 @@ LARGE = 8
 REWIND_BY = 3  # most steps of a rewind; not beyond the last save or rewind, whose checkpoint replaces older entries
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
-IMPATIENT = ClientSection(deadline_s=5.0, max_outage_s=0)
+IMPATIENT = ClientSettings(deadline_s=5.0, max_outage_s=0)
 WRITING_RETRIES = 2
 WRITING_DEADLINE_S = 10.0
 

@@ -16,7 +16,7 @@ from tritonclient.utils import deserialize_bytes_tensor
 from rlhf_triton.client import reward_source
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.retry import RETRIES
-from rlhf_triton.config import ClientSection, GatewaySection
+from rlhf_triton.config import ClientSettings, GatewaySection
 from rlhf_triton.tools.gateway import app, rows
 from rlhf_triton.tools.gateway.command import bounded
 from rlhf_triton.wire.contract import REWARD_MODEL
@@ -165,7 +165,7 @@ async def gateway(
     `client`: changes of its client; `retries`: of one request. `expected`: parameters that the reward model must have.
     `more`: further routes. `limits`: constants of the gateway, by name.
     """
-    calling = ClientSection(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
+    calling = ClientSettings(**{"deadline_s": 120.0, "servers": urls, **(client or {})})
     section = GatewaySection(port=0)
     patch = pytest.MonkeyPatch()
     for name, limit in limits.items():

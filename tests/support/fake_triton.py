@@ -8,7 +8,7 @@ from aiohttp import web
 from fake_server import FakeServer
 
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL
 
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
@@ -91,5 +91,5 @@ def client_of(*servers, **changes):
     """A client of these servers with `changes` of its settings, or of its limits, which are arguments of its own."""
     names = ("retries", "max_in_flight")
     limits = {name: changes.pop(name) for name in names if name in changes}
-    settings = ClientSection(**{"deadline_s": 120.0, "servers": [server.url for server in servers], **changes})
+    settings = ClientSettings(**{"deadline_s": 120.0, "servers": [server.url for server in servers], **changes})
     return TritonClient("unused:1", settings, **limits)

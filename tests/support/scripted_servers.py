@@ -5,7 +5,7 @@ import asyncio
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 
 REFUSED = AttemptFailed(ErrorKind.UNREACHABLE, "cannot be reached", "Connection refused")
 LOST = AttemptFailed(ErrorKind.LOST, "did not respond within 1 s")
@@ -41,7 +41,7 @@ class Rig(ServerPool[Scripted]):
 
     def __init__(self, *addresses, **settings):
         self.counters = RequestCounters()
-        super().__init__(addresses or ("a:1", "b:1"), Scripted, ClientSection(**settings), self.counters)
+        super().__init__(addresses or ("a:1", "b:1"), Scripted, ClientSettings(**settings), self.counters)
 
     async def __aenter__(self):
         return self

@@ -19,7 +19,6 @@ from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import digest_of
 from rlhf_triton.models.canary import canary_row, check_canary
 from rlhf_triton.models.modeling import load_critic as load_on_cpu
-from rlhf_triton.models.modeling import save_critic
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.serving_records import ServingRecord
 from rlhf_triton.store.weights import Manifest, Origin, WeightsError, WeightsStore
@@ -50,7 +49,7 @@ def store(tmp_path, critic):
     for step in range(2):
         with torch.no_grad():
             critic.model.classifier.bias += 0.25
-        store.add(lambda folder: save_critic(critic, folder), Origin(step=step, **ABOUT))
+        store.add(critic.write, Origin(step=step, **ABOUT))
     store.set_current(0)
     return store
 
@@ -157,7 +156,7 @@ def llama(tmp_path):
     save_tiny(tmp_path / "critic", "llama", "critic")
     store = WeightsStore(tmp_path / "store")
     critic = load_on_cpu(tmp_path / "critic")
-    store.set_current(store.add(lambda folder: save_critic(critic, folder), Origin(step=0, **ABOUT)).version)
+    store.set_current(store.add(critic.write, Origin(step=0, **ABOUT)).version)
     return store
 
 

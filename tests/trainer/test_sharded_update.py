@@ -11,7 +11,7 @@ from ranks import on_ranks, whole_tensors
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
 from rlhf_triton.models.adapters import MergedWeights
-from rlhf_triton.models.modeling import CriticModel, load_critic, save_critic
+from rlhf_triton.models.modeling import CriticModel, load_critic
 from rlhf_triton.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer import trained_critic
@@ -42,7 +42,7 @@ def root(tmp_path_factory):
     for family in FAMILIES:
         save_with_layers(root / family) if family == "layers" else save_tiny(root / family, family, "critic")
     store = WeightsStore(root / "store")
-    store.set_current(store.add(lambda folder: save_critic(load_critic(root / "llama"), folder), about(0)).version)
+    store.set_current(store.add(load_critic(root / "llama").write, about(0)).version)
     return root
 
 

@@ -10,7 +10,7 @@ from sidecar_rig import PATIENCE_S, overflowing, payload, until
 import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
 import rlhf_triton.trainer.publish
-from rlhf_triton.client.control_plane import ModelServers
+from rlhf_triton.client.model_servers import ModelServers
 from rlhf_triton.config.sections import MonitoringSection
 from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.models.out_of_memory import OutOfMemory

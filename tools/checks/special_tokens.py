@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import (
     SpecialTokens,
     ids_without_entry,
@@ -14,7 +15,6 @@ from rlhf_triton.checkpoints.tokenization import (
     special_tokens_in,
 )
 from rlhf_triton.config import RunConfig
-from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.tools.checks.findings import Finding, warning
 from rlhf_triton.wire.chats import (
     PROBE,
@@ -93,7 +93,7 @@ def token_findings(config: RunConfig) -> Iterator[Finding]:
     served = {f"{role}.model": section.model for role, section in config.served_sections.items()}
     for key, model in {"actor.policy.model": folder, **served}.items():
         num_rows = num_embeddings(model)
-        if num_rows is None or not has_tokenizer(model):
+        if num_rows is None or not tokenizer_kind(model):
             continue
         own = load_tokenizer(model)
         if lacking := [i for i in sorted(own.get_vocab().values()) if i >= num_rows]:

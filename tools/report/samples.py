@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, STORED_TENSOR, RecordedSteps, find_steps, samples_of
+from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config.required_files import has_tokenizer
 from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.rewards.function import MESSAGES_KEY
 from rlhf_triton.tools.report.data import RunRecord
@@ -70,7 +70,7 @@ def shown_steps(run: RunRecord) -> tuple[list[ShownStep], str]:
 def _tokenizer_of(run: RunRecord) -> Any:
     """Return the policy's tokenizer; None if it is not there, so that tokens are shown as ids."""
     folders = (run.policy, run.settings.get("actor.policy.model"))
-    with_tokenizer = [folder for folder in folders if folder is not None and has_tokenizer(Path(folder))]
+    with_tokenizer = [folder for folder in folders if folder is not None and tokenizer_kind(Path(folder))]
     return load_tokenizer(with_tokenizer[0]) if with_tokenizer else None
 
 

@@ -22,7 +22,7 @@ from rlhf_triton.client import retry
 from rlhf_triton.client.client import REPEAT_AFTER_S, TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
@@ -32,7 +32,6 @@ from rlhf_triton.wire.contract import (
     LOAD_LABEL,
     REWARD_MODEL,
     STORE_ID,
-    ContractError,
     VersionRange,
 )
 
@@ -243,7 +242,7 @@ async def test_non_http_servers_are_not_retried():
 
     async with await asyncio.start_server(grpc, "127.0.0.1", 0) as server:
         url = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with TritonClient(url, ClientSection()) as client:
+        async with TritonClient(url, ClientSettings()) as client:
             for call in (lambda: client.rewards(ROWS), lambda: client.describe(REWARD_MODEL)):
                 with pytest.raises(RequestRefused, match=f"{url} does not answer in HTTP: give Triton's HTTP port"):
                     await call()
@@ -275,7 +274,7 @@ async def test_servers_other_than_triton_are_named_in_a_sentence(status, body, m
 
     async with (
         FakeServer([web.route("*", "/{path:.*}", reply)]) as server,
-        TritonClient(server.url, ClientSection()) as client,
+        TritonClient(server.url, ClientSettings()) as client,
     ):
         with pytest.raises(RequestRefused, match=message.replace("URL", server.url)):
             await client.describe(REWARD_MODEL)
@@ -283,7 +282,7 @@ async def test_servers_other_than_triton_are_named_in_a_sentence(status, body, m
 
 @pytest.mark.parametrize("host", ["256.0.0.1", "127.1"])
 async def test_invalid_addresses_are_refused_without_waiting(host):
-    async with TritonClient(f"{host}:80", ClientSection()) as client:
+    async with TritonClient(f"{host}:80", ClientSettings()) as client:
         with pytest.raises(RequestRefused, match=f"^reward_model at {host}:80 cannot be reached: .*IPv4"):
             await client.rewards(ROWS)
 
@@ -298,12 +297,6 @@ async def test_describe_accepts_any_server_and_does_not_wait_for_a_lost_one():
         for order in ([lost, other], [other, lost]):
             async with client_of(*order, retries=0) as client:
                 assert (await client.describe(REWARD_MODEL)).parameters == other.parameters
-
-
-def test_training_key_with_a_line_end_is_refused():
-    """As read from a file. No header can have it: each request would fail as if the server were no Triton."""
-    with pytest.raises(ContractError, match=r"^training_key: must be a text of one line, without its line end$"):
-        TritonClient("localhost:8000", ClientSection(), training_key="secret\n")
 
 
 # ---- several servers ----
@@ -356,12 +349,12 @@ STOPPED = """
 import asyncio, signal, sys
 import numpy as np
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main(url, how):
-    settings = ClientSection(deadline_s=60)
+    settings = ClientSettings(deadline_s=60)
     async with TritonClient(url, settings, max_in_flight=3) as client:
         asking = [asyncio.create_task(client.rewards([np.asarray([3, 4])])) for _ in range(5)]
         asking.append(asyncio.create_task(client.train({"tokens": np.zeros((1, 2), int)}, run_id="r", step=1)))

@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack
 import pytest
 from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted, until
 
-from rlhf_triton.backoff import LONGEST_PAUSE_S
+from rlhf_triton.backoff import MAX_PAUSE_S
 from rlhf_triton.client import retry
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind, RequestFailed
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
 from rlhf_triton.client.training_queue import TrainingQueue
-from rlhf_triton.config import ClientSection
+from rlhf_triton.config import ClientSettings
 
 WRONG = AttemptFailed(ErrorKind.WRONG, "refused", "step: 9")
 RESET = AttemptFailed(ErrorKind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")
@@ -25,7 +25,7 @@ RESET = AttemptFailed(ErrorKind.LOST, "cannot be reached", "Connection reset by 
 
 
 def attempts(retries, *, budget=None, **settings):
-    return Attempts("critic", ClientSection(**settings), budget or RetryBudget(100), retries=retries)
+    return Attempts("critic", ClientSettings(**settings), budget or RetryBudget(100), retries=retries)
 
 
 def test_retry_budget_is_bounded_and_refilled_per_request():
@@ -67,7 +67,7 @@ def test_attempts_spend_the_retry_budget_only_for_pauses(failures, retries, rese
 def test_retry_pauses_double_up_to_a_limit_with_jitter(monkeypatch):
     monkeypatch.setattr(retry, "BACKOFF_S", 1.0)
     one = attempts(20)
-    longest = [1.0, 2.0, 4.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    longest = [1.0, 2.0, 4.0, MAX_PAUSE_S, MAX_PAUSE_S]
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
     assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
     firsts = {attempts(1).pause_s(BUSY, "here:1") for _ in range(20)}

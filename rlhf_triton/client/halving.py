@@ -1,4 +1,4 @@
-"""Splits refused requests in halves, so that one refused row does not cost the others their answer."""
+"""Splits refused requests in halves, so that one refused row does not cost the others their reply."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,26 +13,26 @@ F = TypeVar("F")
 
 async def halved(
     rows: Sequence[T],
-    ask: Callable[[Sequence[T]], Awaitable[R]],
+    send: Callable[[Sequence[T]], Awaitable[R]],
     failure: Callable[[RequestFailed], F],
     *,
     unit: int = 1,
 ) -> list[tuple[Sequence[T], R | F]]:
-    """Send one request; if the server refuses it, send its halves, until only the refused rows have no answer.
+    """Send one request; if the server refuses it, send its halves, until only the refused rows have no reply.
 
     A row that the server refuses, such as a text that is too long, thus does not affect the others.
 
     Args:
         rows: rows of the request.
-        ask: sends a request with the given rows.
-        failure: returns the value that stands for the answer of a failed request.
+        send: sends a request with the given rows.
+        failure: returns the value that stands for the reply to a failed request.
         unit: number of consecutive rows that must stay in one request.
 
     Returns:
-        Rows and answer of each request, in the order of the rows.
+        Rows and reply of each request, in the order of the rows.
     """
     try:
-        return [(rows, await ask(rows))]
+        return [(rows, await send(rows))]
     except RequestFailed as error:
         failed = failure(error)
         is_refused = isinstance(error, RequestRefused)
@@ -40,5 +40,5 @@ async def halved(
     if num_units < 2 or not is_refused:
         return [(rows, failed)]
     middle = num_units // 2 * unit
-    parts = await asyncio.gather(*(halved(half, ask, failure, unit=unit) for half in (rows[:middle], rows[middle:])))
+    parts = await asyncio.gather(*(halved(half, send, failure, unit=unit) for half in (rows[:middle], rows[middle:])))
     return [*parts[0], *parts[1]]

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
 
-def skip_inspections(model: Any) -> None:
+def avoid_host_waits(model: Any) -> None:
     """Disable transformers' searches for packed rows, which never occur here, and for padding; only on a GPU.
 
     Affects the whole process. Changes no result beyond rounding: an encoder's attention then uses its mask even if no
