@@ -133,6 +133,7 @@ class WeightsStore:
                 raise WeightsError(
                     f"version {version}: {MANIFEST_FILE} is damaged: its content does not match its seal"
                 )
+            data.pop("tensors", None)  # which 0.1.0 wrote
             manifest = Manifest(**data)
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise WeightsError(f"version {version}: cannot read {MANIFEST_FILE}: {reason_of(error)}") from error
@@ -146,12 +147,13 @@ class WeightsStore:
     def identity(self) -> str:
         """Text that differs from other stores', whose versions have the same numbers; "" without a usable version 0.
 
-        A copy of the store has the same one.
+        A copy of the store has the same one. Before there were ids, what version 0 contains.
         """
         try:
-            return self.manifest(0).store_id or ""
+            first = self.manifest(0)
         except WeightsError:
             return ""
+        return first.store_id or first.digest
 
     def manifests(self) -> list[Manifest]:
         """Return the readable manifests, ascending by version."""

@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 
 import rlhf_triton.tools.run
 from rlhf_triton import digests
+from rlhf_triton.digests import json_digest
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store import serving_records, weights
 from rlhf_triton.store.durable import TEMPORARY_SUFFIX, remove_folder, sweep, write_folder
@@ -439,6 +440,14 @@ def test_folder_with_the_manifest_of_another_version_is_refused(store):
         with pytest.raises(WeightsError, match=r"version 1: manifest\.json is that of version 0; remove the folder 1"):
             refusing(1)
     assert [manifest.version for manifest in store.manifests()] == [0]
+
+
+def test_manifest_of_release_0_1_0_is_read(store):
+    manifest = add(store, 0)
+    written = {**dataclasses.asdict(manifest), "tensors": {"weight": ["F32", [2, 2]]}}
+    sealed = {**written, "seal": json_digest(written)}
+    (store.folder(0) / "manifest.json").write_text(json.dumps(sealed))
+    assert store.manifest(0) == manifest
 
 
 @pytest.mark.parametrize("name", ["", "three", "-1", "\udcff", "99999999999999999999", "007", "²", "9" * 400])

@@ -14,6 +14,7 @@ from settings import nested
 from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
 from tritonclient.grpc.model_config_pb2 import DataType
+from versions import reseal
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
@@ -314,6 +315,13 @@ def test_models_of_two_stores_differ_and_models_of_a_copy_do_not(tmp_path, rewar
     assert one == copy
     WeightsStore(tmp_path / "copy" / "weights" / "critic").add(write, Origin(run_id="run", step=1, parent=0, epoch=1))
     assert declared(tmp_path / "copy") == copy
+    for folder in (
+        tmp_path / name / "weights" / model / "0" for name in ("one", "other") for model in ("critic", "reward")
+    ):
+        reseal(folder, store_id=None)  # as made before stores had ids
+    assert declared(tmp_path / "one") == declared(tmp_path / "other") != one
+    reseal(tmp_path / "other" / "weights" / "critic" / "0", files={})
+    assert declared(tmp_path / "one")[0] != declared(tmp_path / "other")[0]
     (tmp_path / "one" / "weights" / "critic" / "0" / "manifest.json").write_text("{")
     declared(tmp_path / "one")  # serving a later version does not need version 0
 
