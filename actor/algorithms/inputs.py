@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape, token_rewards
 
-MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
+MAX_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,8 @@ class LossInputs:
 
     @property
     def log_ratio(self) -> Tensor:
-        """Log-ratio of the policy to the policy that sampled, `[B, S-1]`, clamped to +-`MOST_LOG_RATIO`."""
-        return (self.logprobs - self.old_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+        """Log-ratio of the policy to the policy that sampled, `[B, S-1]`, clamped to +-`MAX_LOG_RATIO`."""
+        return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def mean(self, token_losses: Tensor) -> Tensor:
         """Return this micro-batch's share of the minibatch's weighted mean of `token_losses` `[B, S-1]`, a scalar.

@@ -53,7 +53,7 @@ from rlhf_triton.training_engine.trained import TrainedModel, operations
 logger = logging.getLogger(__name__)
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
 PROOF_ROWS = 16  # rows of the first rollout on which generation's and a forward pass's log-probs are compared
-MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
+MAX_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
 
 
 def local_generation(policy: Policy, settings: GenerationSection) -> Generation:
@@ -271,7 +271,7 @@ class Policy:
     def _logprobs_agree(self, rows: Sequence[RolloutRow]) -> bool:
         pairs = zip(self.logprobs(rows), rows, strict=True)
         difference = max(float(abs(computed - row.logprobs).max()) for computed, row in pairs)
-        if difference <= MOST_DISAGREEMENT:
+        if difference <= MAX_DISAGREEMENT:
             return True
         logger.info(
             "log-probs are recomputed after generation: those from generation differ by up to %.2g nats", difference

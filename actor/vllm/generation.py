@@ -28,7 +28,7 @@ MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
 POLL_S = 0.002
 DEADLINE_S = 600.0  # for one response, or for loading a version of the weights
-SLOWEST_TOKEN_S = 0.1  # a long response may take longer, unless it gets fewer tokens a second
+MAX_S_PER_TOKEN = 0.1  # a long response may take longer, unless it gets fewer tokens a second
 
 
 class VllmGeneration(Generation):
@@ -145,7 +145,7 @@ class VllmGeneration(Generation):
                 versions=self._versions,
                 is_adapter=self._is_adapter,
                 limit=self._settings.batch_size,
-                deadline_s=max(DEADLINE_S, SLOWEST_TOKEN_S * self._settings.max_new_tokens),
+                deadline_s=max(DEADLINE_S, MAX_S_PER_TOKEN * self._settings.max_new_tokens),
                 checked=self._checked,
                 vocab_size=self._policy.vocab_size,
             )

@@ -769,7 +769,7 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(said, tmp_path, 
 
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(said, tmp_path, monkeypatch, caplog):
     """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
-    monkeypatch.setattr("rlhf_triton.actor.run.trackers.MOST_PENDING", 4)
+    monkeypatch.setattr("rlhf_triton.actor.run.trackers.MAX_PENDING", 4)
     monkeypatch.setattr("rlhf_triton.actor.run.trackers.FINISH_S", 0.1)
     hanging = threading.Event()
     answer = threading.Event()

@@ -65,7 +65,7 @@ FULL_TOO = [(Journal, "write_heartbeat")]  # killed, it would end the thread of 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(rlhf_triton.trainer.disk_retry, "MAX_PAUSE_S", 0.05)
 
 
 def cut(path):
