@@ -133,7 +133,9 @@ class PolicyUpdate:
             for chunk in self._trained.micro_batches(lengths):
                 rows = chunk or [0]
                 tokens = batch.tokens[rows, : int(lengths[rows].max())]
-                part = policy.token_logprobs(policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1])
+                part = policy.token_logprobs.compute(
+                    policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1]
+                )
                 if chunk:
                     logprobs[chunk, : part.shape[1]] = part.to(logprobs)
             return logprobs
@@ -195,13 +197,14 @@ class PolicyUpdate:
         )
         tensors = {name: tensor[rows] for name in names if (tensor := getattr(batch, name)) is not None}
         parts = {name: part[:, : tokens.shape[1] - 1] if part.ndim == 2 else part for name, part in tensors.items()}
-        model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
-        part = dict(zip(parts, placed, strict=True))
+        token_logprobs = policy.token_logprobs
+        placed, others = token_logprobs.place(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
+        part = dict(zip(parts, others, strict=True))
         advantages = part["advantages"]
         weights = part["policy_weights"]
         bonus = method.settings.entropy_bonus
         nll = method.settings.defaults.positive_nll
-        logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, entropy="gradient" if bonus else "value")
+        logprobs, entropies = token_logprobs.of_placed(policy.model, placed, entropy="gradient" if bonus else "value")
         assert entropies is not None
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.

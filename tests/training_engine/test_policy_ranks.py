@@ -113,7 +113,7 @@ def trained(ranks, folder, case, dtype):
         everywhere = torch.ones_like(tokens[:, 1:])
         with torch.no_grad():
             ours, theirs = (
-                policy.token_logprobs(m, tokens, lengths, everywhere) for m in (policy.model, policy.sampler)
+                policy.token_logprobs.compute(m, tokens, lengths, everywhere) for m in (policy.model, policy.sampler)
             )
         found["distance"] = max(found["distance"], float((ours - theirs).abs().max()))
     found["weights"] = [whole(p.detach()).cpu().clone().numpy() for p in policy.model.parameters()]
