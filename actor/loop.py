@@ -16,6 +16,7 @@ from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
+from rlhf_triton.actor.policy.update import PolicyUpdateResult
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
@@ -157,18 +158,18 @@ class TrainingRun:
             self.critic.send(step, payload)
         batch = policy_batch(batch, rollout.groups)
         await self.rollouts.start_ahead(step)
-        update: dict[str, float] = {}
+        update = PolicyUpdateResult()
         if trains_policy := self.training.trains_policy(step):
             self.last.is_updating = True
             with timers.phase("train_time"):
                 update = await self.in_update_thread(self.training.update, batch, self.inputs.seed_of(step))
         kl_per_sequence = await recorder.log_step(
-            step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update, **timers.metrics()}
+            step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update.metrics, **timers.metrics()}
         )
         timers.append_spans(self.run_dir)
         if trains_policy:
             self.training.adapt_kl(kl_per_sequence, rollout.groups)
-        results = StepResults(batch, len(rollout.dropped), payload, update, self.policy_update.old_logprobs)
+        results = StepResults(batch, len(rollout.dropped), payload, update)
         await self.in_update_thread(self.samples.add_step, step, results)
 
     async def validate(self, when: str, recorder: Recorder) -> None:

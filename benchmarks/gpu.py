@@ -347,7 +347,7 @@ def ppo_step(job: PartJob) -> Found:
         phase("log-probs of the reference", policy.logprobs, samples, reference=True)
         report = phase("critic's update", critic_update.train, noise_payload(rows), lambda _: None)
         batch = batch_of(padded(rows), torch.tensor([len(row) for row in rows]))
-        metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
+        metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0).metrics
     yield from (number(f"{name}, s", seconds) for name, seconds in durations.items())
     new = sum(int(sample.sampled.sum()) for sample in samples)
     rows_text = f"{num_rows} rows, {sum(map(len, rows))} tokens, {new} of them generated"

@@ -45,7 +45,7 @@ def make_batch(policy, *, width=LONGEST, **changes):
 
 def updated(policy, batch, *, kl_coef=0.1):
     """Return the statistics by the part of their name after the slash, and all weights after the update."""
-    found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef)
+    found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef).metrics
     return {name.removeprefix("train_optim/"): value for name, value in found.items()}, weights_of(policy)
 
 

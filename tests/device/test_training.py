@@ -113,7 +113,7 @@ def test_policy_update_on_a_gpu_matches_the_cpu(checkpoint, shared):
     for device in ("cpu", "cuda:1"):
         policy = make_policy(checkpoint, device, precision="float32", entropy_bonus=0.01, token_budget=40)
         assert policy.token_logprobs.masks == (device == "cpu")
-        stats = update_of(policy).run(make_batch(shared=shared), seed=0, kl_coef=0.1)
+        stats = update_of(policy).run(make_batch(shared=shared), seed=0, kl_coef=0.1).metrics
         found.append((stats, weights_of(policy)))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-3, abs=1e-5)
     # Adam's first step has the size of the learning rate, 0.01, whatever the gradient: compare its sign, too.

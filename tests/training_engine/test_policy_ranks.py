@@ -108,7 +108,7 @@ def trained(ranks, folder, case, dtype):
     tokens = batch_of(0).tokens
     lengths = batch_of(0).lengths
     for step in range(UPDATES):
-        found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1))
+        found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1).metrics)
         policy.renew_sampler()
         everywhere = torch.ones_like(tokens[:, 1:])
         with torch.no_grad():
