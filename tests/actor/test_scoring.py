@@ -35,8 +35,8 @@ from rlhf_triton.actor.data.rollout_rows import (
 )
 from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupInFlight
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
+from rlhf_triton.actor.scoring.row_texts import BLOCK, tokens_covering
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.actor.scoring.step_ends import BLOCK, tokens_covering
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestRefused
 from rlhf_triton.client.reward_source import chat_row, text_row
