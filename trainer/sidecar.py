@@ -39,6 +39,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
         publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_block=progress.show_block)
+        set_log_position(version=store.current())
         critic = CriticState(config, store, journal, folder, progress, ranks)
         checkpoints = CriticCheckpoints(
             every=settings.checkpoint_every,
@@ -49,8 +50,6 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
             progress=progress,
         )
         versions = CriticVersions(settings.publish.every, critic, publisher, store, progress)
-        set_log_position(version=versions.current())
-        critic.restore_at_start()
         logger.info("following run %s from step %d, epoch %d", journal.run_id, critic.step, epoch)
         Sidecar(
             journal=journal,

@@ -81,6 +81,11 @@ def gae(
     return advantages, advantages + values
 
 
+def returns_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Return the discounted sum of token rewards from each masked position on, `[B, S-1]`; arguments as in `gae`."""
+    return gae(torch.zeros_like(mask), token_rewards, mask, gamma=gamma, lam=1.0)[1]
+
+
 def length_adaptive(mask: Tensor, alpha: float) -> Tensor:
     """Return the GAE lambda of each response, `[B]`: 1 - 1 / max(1, alpha * length), where length sums its mask.
 
