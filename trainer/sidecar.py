@@ -96,11 +96,11 @@ class Sidecar:
         answered = self.journal.result(entry) is not None  # a replay after a crash: already published
         report, result = self.critic.train(entry)
         if not answered:
-            reload, error = self.versions.publish_step() if result.error is None else (None, result.error)
-            version = reload.version if reload else self.versions.current()
+            published, error = self.versions.publish_step() if result.error is None else (None, result.error)
+            version = published.version if published else self.versions.current()
             self.pending.finish(entry, replace(result, weights_version=version, error=error))
             if report is not None:
-                self.progress.log_update(entry.step, version, report, reload)
+                self.progress.log_update(entry.step, version, report, published)
             if error is not None:
                 self.progress.log_failure(entry.step, version, error, self.versions.publisher, self.critic.update)
         self.checkpoints.write_periodically()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from loaders import load_critic
+from loaders import load_trained
 from test_critic_update import checkpoint as checkpoint  # a fixture
 from test_critic_update import settings, weights
 
@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 
 def fresh(folder):
-    return CriticUpdate(load_critic(folder), settings(warmup_steps=3))
+    return CriticUpdate(load_trained(folder), settings(warmup_steps=3))
 
 
 def state(step, update, *, asked=False):

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from loaders import load_critic
+from loaders import load_trained
 from settings import trainer_section
 from tiny_checkpoints import VOCAB, save_tiny
 
-from rlhf_triton.models.modeling import CriticModel
 from rlhf_triton.trainer.critic_update import CriticUpdate, split_rows
 from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.wire.contract import Limits
@@ -65,10 +64,7 @@ def silent(_):
 
 
 def trained(checkpoint, payloads, *, double=False, **changes):
-    critic = load_critic(checkpoint)
-    if double:  # noise of float32 sums would hide a mistake
-        critic = CriticModel(critic.model.double())
-    update = CriticUpdate(critic, settings(**changes))
+    update = CriticUpdate(load_trained(checkpoint, double=double), settings(**changes))
     return update, [update.train(each, silent) for each in payloads]
 
 
@@ -153,7 +149,7 @@ def test_critic_update_does_not_depend_on_the_token_budget(checkpoint, global_ba
         sizes = {"token_budget": token_budget, "global_batch_size": global_batch_size}
         update, reports = trained(checkpoint, [payload(), payload(seed=1)], double=True, **sizes)
         results.append((weights(update), [report.loss_mean for report in reports]))
-    start = weights(CriticUpdate(CriticModel(load_critic(checkpoint).model.double()), settings()))
+    start = weights(CriticUpdate(load_trained(checkpoint, double=True), settings()))
     assert (results[0][0] - start).abs().max() > 1e-3
     for after, losses in results[1:]:
         assert (after - results[0][0]).abs().max() < 1e-7
@@ -190,7 +186,7 @@ def test_payload_with_an_empty_mask_changes_no_weights(checkpoint):
 
 @pytest.mark.device
 def test_critic_update_skips_a_non_finite_gradient(checkpoint):
-    update = CriticUpdate(load_critic(checkpoint), settings(global_batch_size=6))
+    update = CriticUpdate(load_trained(checkpoint), settings(global_batch_size=6))
     calls = []
 
     def poison(gradient):
@@ -205,7 +201,7 @@ def test_critic_update_skips_a_non_finite_gradient(checkpoint):
 
 
 def test_critic_update_with_only_non_finite_gradients_raises_and_changes_nothing(checkpoint):
-    update = CriticUpdate(load_critic(checkpoint), settings())
+    update = CriticUpdate(load_trained(checkpoint), settings())
     update.train(payload(), silent)
     before = weights(update)
     moments = copy.deepcopy(update.trained.optimizer.state_dict()["state"])

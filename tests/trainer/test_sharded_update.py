@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from loaders import load_trained
 from ranks import on_ranks, whole_tensors
 from test_checkpoint import state
 from test_critic_update import arrays, payload, settings, silent, trained
@@ -139,7 +140,7 @@ def load_all(folder, update, root, step):
 
 
 def read_alone(root, step):
-    alone = CriticUpdate(load_critic(root / "llama"), settings(**TRAINING))
+    alone = CriticUpdate(load_trained(root / "llama"), settings(**TRAINING))
     CheckpointFolder(root / "checkpoints").load(step, alone)
     return everything(alone)
 
