@@ -17,17 +17,18 @@ from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
 from rlhf_triton.actor.policy.update import PolicyUpdateResult
+from rlhf_triton.actor.recording.metrics import ActorMetrics
+from rlhf_triton.actor.recording.recorder import Recorder
+from rlhf_triton.actor.replay.sample_journal import SampleJournal, StepResults
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
-from rlhf_triton.actor.run.metrics import ActorMetrics, Timers
 from rlhf_triton.actor.run.policies import make_policy
-from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.rollouts import Rollouts
-from rlhf_triton.actor.run.sample_journal import SampleJournal, StepResults
 from rlhf_triton.actor.run.step import StepTraining, policy_batch
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.actor.run.validation import validate
 from rlhf_triton.actor.scoring.reference import make_reference
 from rlhf_triton.actor.scoring.scorer import Scorer

@@ -30,8 +30,8 @@ from rlhf_triton.actor.data.rollout_rows import (
     scores_of,
 )
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.sampling import PolicySampling
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.config import ActorSection, AlgorithmSection

@@ -18,9 +18,9 @@ from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
 from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, policy_staleness, rows_of
 from rlhf_triton.actor.run.collection import Collector, GroupInFlight, has_spread, num_sampled_tokens
-from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.staleness import needed_update
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.config import ActorSection
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.wire.contract import VersionRange

@@ -30,7 +30,7 @@ from settings import actor_section
 from tiny_tokenizers import save_chat_policy
 
 import rlhf_triton.actor.loop
-import rlhf_triton.actor.run.recorder
+import rlhf_triton.actor.recording.recorder
 from rlhf_triton.actor.algorithms import sample_metrics
 from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.data.compute import ComputeThread
@@ -43,10 +43,10 @@ from rlhf_triton.actor.loop import TrainingRun
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.collection import Collector
-from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update
 from rlhf_triton.actor.run.step import StepTraining
 from rlhf_triton.actor.run.stopping import Stop, Stopped
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.actor.scoring.reference import OwnReference, ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
@@ -1029,7 +1029,7 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
 LONG = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
-    (rlhf_triton.actor.run.recorder, "training_texts"),
+    (rlhf_triton.actor.recording.recorder, "training_texts"),
     (rlhf_triton.actor.loop, "critic_payload"),
     (StepTraining, "make_batch"),
     (Policy, "decode"),

@@ -27,13 +27,13 @@ from tiny_checkpoints import change_config
 import rlhf_triton.tools.run
 from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.stages import RewardShaper
+from rlhf_triton.actor.recording.learning_warnings import ConstantTerms, LearningWarnings
+from rlhf_triton.actor.recording.metrics import ActorMetrics, MetricsLog
+from rlhf_triton.actor.recording.recorder import Recorder
+from rlhf_triton.actor.recording.trackers import Trackers
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
-from rlhf_triton.actor.run.learning_warnings import ConstantTerms, LearningWarnings
-from rlhf_triton.actor.run.metrics import ActorMetrics, MetricsLog
-from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
-from rlhf_triton.actor.run.trackers import Trackers
 from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.errors import RequestFailed
@@ -769,8 +769,8 @@ def test_a_tracker_that_fails_is_disabled_and_the_other_goes_on(said, tmp_path, 
 
 def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(said, tmp_path, monkeypatch, caplog):
     """If it answers later, it receives a bounded number of calls in order; its daemon thread blocks no exit."""
-    monkeypatch.setattr("rlhf_triton.actor.run.trackers.MAX_PENDING", 4)
-    monkeypatch.setattr("rlhf_triton.actor.run.trackers.FINISH_S", 0.1)
+    monkeypatch.setattr("rlhf_triton.actor.recording.trackers.MAX_PENDING", 4)
+    monkeypatch.setattr("rlhf_triton.actor.recording.trackers.FINISH_S", 0.1)
     hanging = threading.Event()
     answer = threading.Event()
     threads = []

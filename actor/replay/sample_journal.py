@@ -23,15 +23,14 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.data.sample_records import group_of, record_of
 from rlhf_triton.actor.policy.update import PolicyUpdateResult
-from rlhf_triton.actor.run.checkpoints import RunState
-from rlhf_triton.actor.run.recorded_steps import (
+from rlhf_triton.actor.replay.recorded_steps import (
     OLD_LOGPROBS,
     SAMPLED,
     STEP,
     STORED_TENSOR,
     find_sampled,
-    samples_of,
 )
+from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import json_digest, short_digest
@@ -67,7 +66,7 @@ class SampleJournal:
     """The journal of one run, written by rank 0."""
 
     def __init__(self, config: RunConfig, state: RunState) -> None:
-        self._folder = samples_of(config.run.dir)
+        self._folder = config.run.sample_journal_dir
         self._state = state
         self._checkpoints = actor_checkpoints(config.run.dir)
         self._keep = config.actor.keep_checkpoints

@@ -22,12 +22,12 @@ from rlhf_triton.actor.data.rollout_rows import RolloutRow, conversations_of, ro
 from rlhf_triton.actor.data.sample_records import describe_damage, group_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate, PolicyUpdateResult
+from rlhf_triton.actor.replay.recorded_steps import OLD_LOGPROBS, find_steps
+from rlhf_triton.actor.replay.sample_journal import RecordedGroups, StepResults, environment_of, step_record
 from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of, reference_of, save_checkpoint
-from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, samples_of
-from rlhf_triton.actor.run.sample_journal import RecordedGroups, StepResults, environment_of, step_record
 from rlhf_triton.actor.run.settings import actor_checkpoints, started_with
 from rlhf_triton.actor.run.step import StepTraining, policy_batch
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config import RunConfig, RunSection
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import numbers_in
 from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference
@@ -61,7 +61,7 @@ class Replay:
             RlhfError: the run has no journal of samples, or a record that the steps need is missing or damaged.
         """
         self._checkpoints = actor_checkpoints(run_dir)
-        self._folder = samples_of(run_dir)
+        self._folder = RunSection(dir=run_dir).sample_journal_dir
         if not run_dir.is_dir():
             raise RlhfError(f"{run_dir} is missing: name the folder of a run")
         if not numbers_in(self._folder):
