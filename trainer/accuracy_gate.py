@@ -55,7 +55,7 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
         try:
             return reader.row_of_text(0, *_row(pair, side, where, is_pair=section.text == "pair"))
         except ContractError as error:
-            raise ConfigError(f"{where}: {error.of_only_row}") from error
+            raise ConfigError(f"{where}: {error.message_without_row}") from error
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
     for where, pair in named_lines(section.gate, "reward.gate", SIDES):
