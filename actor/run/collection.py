@@ -163,7 +163,6 @@ class GroupInFlight:
         self._scorer = scorer
         self._reference = reference
         self._starting = starting
-        self._unit_size = len(ended) if scorer.reward.groupwise else 1
         self._requests = set[asyncio.Task[Any]]()
         self.scored = asyncio.create_task(self._score_group())
 
@@ -173,7 +172,7 @@ class GroupInFlight:
 
     async def _score_group(self) -> list[Conversation]:
         """Wait for the conversations of the group to end; return them scored by one version of the reward model."""
-        units = [self.ended[i : i + self._unit_size] for i in range(0, len(self.ended), self._unit_size)]
+        units = [self.ended] if self._scorer.reward.groupwise else [[conversation] for conversation in self.ended]
         scored = await asyncio.gather(*map(self._score_unit, units))
         return await self._with_one_version([*itertools.chain(*scored)])
 
@@ -196,7 +195,7 @@ class GroupInFlight:
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
         versions = await asyncio.shield(self.versions)  # cancelling one request must not cancel the future
-        score = functools.partial(self._scorer.score, conversations, self._unit_size, versions=versions)
+        score = functools.partial(self._scorer.score, conversations, versions=versions)
         return await self._timed("scoring", score)
 
     async def _timed(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
@@ -217,7 +216,7 @@ class GroupInFlight:
         for _ in range(MAX_RESCORES):
             if len(_reward_versions(conversations)) < 2:
                 return conversations
-            again = await self._scorer.score(conversations, self._unit_size, versions=self.versions.result())
+            again = await self._scorer.score(conversations, versions=self.versions.result())
             conversations = [tuple(map(_with_new_reward, *pair)) for pair in zip(conversations, again, strict=True)]
         failure = (
             f"the reward model's version changed more than {MAX_RESCORES} times while the rows of a group were scored"

@@ -25,7 +25,7 @@ class RowText(NamedTuple):
 
     prompt: Prompt
     response: str
-    reply: Sequence[Mapping[str, Any]]  # messages from the policy's first one on; () without an environment
+    reply: Sequence[Mapping[str, Any]] = ()  # messages from the policy's first one on; () without an environment
 
 
 def read_text(row: RolloutRow, tokenizer: Any) -> RowText:
@@ -37,7 +37,7 @@ def read_text(row: RolloutRow, tokenizer: Any) -> RowText:
         text_ids = [ids[index] for index in text_indices(row, tokenizer)]
         before, whole = ("", "") if _is_chat(row) else (_decode(tokenizer, part) for part in (ids[:start], text_ids))
         is_continued = whole.startswith(before) and before
-        return RowText(prompt, whole[len(before) :] if is_continued else _decode(tokenizer, text_ids[start:]), ())
+        return RowText(prompt, whole[len(before) :] if is_continued else _decode(tokenizer, text_ids[start:]))
     last = last_reply(row.messages)
     messages = [*prompt.metadata[MESSAGES_KEY], *row.messages[row.num_prompt_messages : last]]
     metadata = {**prompt.metadata, MESSAGES_KEY: messages}

@@ -126,19 +126,18 @@ class Scorer:
             ) from error
 
     async def score(
-        self, conversations: Sequence[Conversation], group_size: int = 1, *, versions: VersionRange | None = None
+        self, conversations: Sequence[Conversation], *, versions: VersionRange | None = None
     ) -> list[Conversation]:
         """Return the conversations with rewards in their last rows, and values with the critic's version in all rows.
 
         Args:
-            group_size: number of consecutive conversations that a groupwise reward function receives together.
+            conversations: a groupwise reward function receives all of them together.
             versions: versions of the critic that may compute the values; None: any.
         """
         ends = [conversation[-1] for conversation in conversations]
         earlier_rows = [row for conversation in conversations for row in conversation[:-1]]
-        unit = group_size if self.reward.groupwise else 1
-        request = functools.partial(self._request_scores, group_size, versions)
-        chunks = [ends[i : i + unit] for i in range(0, len(ends), unit)]
+        request = functools.partial(self._request_scores, versions)
+        chunks = [ends] if self.reward.groupwise else [[end] for end in ends]
         scored, valued = await asyncio.gather(
             map_concurrently(lambda chunk: self._score_rows(chunk, request), chunks),
             self.add_values(earlier_rows, versions),
@@ -174,7 +173,7 @@ class Scorer:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
 
     async def _request_scores(
-        self, group_size: int, versions: VersionRange | None, samples: Sequence[RolloutRow]
+        self, versions: VersionRange | None, samples: Sequence[RolloutRow]
     ) -> dict[str, np.ndarray]:
         if not self._has_rewards:
             return await self._request_values(versions, samples) if self.has_critic else {}
@@ -182,7 +181,7 @@ class Scorer:
         wanted = self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:
-            metadata, texts, pairs = await asyncio.to_thread(self.text_inputs, samples, group_size)
+            metadata, texts, pairs = await asyncio.to_thread(self.text_inputs, samples)
         options: dict[str, Any] = {}
         if self.reward.granularity is not None:
             wanted = (*wanted, STEP_REWARDS, STEP_ENDS)
@@ -199,17 +198,14 @@ class Scorer:
         return {**values, **answer}
 
     def text_inputs(
-        self, samples: Sequence[RolloutRow], group_size: int
+        self, samples: Sequence[RolloutRow]
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return (metadata, sentences, second texts of pairs) of rows; None for texts that are not sent.
 
         For a chat, a sentence is only the response, because the messages are sent as metadata.
         """
         texts = [read_text(sample, self._tokenizer) for sample in samples]
-        metadata = [
-            row_metadata(self.reward, text.prompt, text.response, i // group_size, text.reply)
-            for i, text in enumerate(texts)
-        ]
+        metadata = [row_metadata(self.reward, text) for text in texts]
         if not self.sends_sentences:
             return metadata, None, None
         prompts = ["" if MESSAGES_KEY in text.prompt.metadata else text.prompt.text for text in texts]

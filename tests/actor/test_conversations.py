@@ -40,6 +40,7 @@ from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
+from rlhf_triton.actor.scoring.row_texts import RowText
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
@@ -196,7 +197,7 @@ def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents):
     replies = [call % 2, call % '"x', "<tool_call>[]</tool_call>", call % 1 + call % 1, "Done."]
     agent = agents("IncrementEnv", max_tokens=2000)
     found, _ = talk(agent, replies, prompt)
-    assert row_metadata(ServedModel(), found.prompt, "Done.", 0)["tools"] == agent._chat.tools
+    assert row_metadata(ServedModel(), RowText(found.prompt, "Done."))["tools"] == agent._chat.tools
     assert found.prompt.text.startswith("<|im_start|>system\nincrement<|im_end|>")
     said = [message["content"] for message in found.messages if message["role"] == "tool"]
     assert (said[0], said[3:]) == ("2", ["3", "4"])
@@ -363,7 +364,7 @@ def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokeniz
     scorer = Scorer(None, tokenizer)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,))
     scorer.sends_sentences = True
-    (chat, text), sentences, _ = scorer.text_inputs(ends, 1)
+    (chat, text), sentences, _ = scorer.text_inputs(ends)
     completion = [
         assistant("one"),
         user("2 left after one"),
@@ -764,6 +765,6 @@ def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(age
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
     scorer = Scorer(None, THOUGHTS)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,))
-    assert scorer.text_inputs([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
+    assert scorer.text_inputs([sample])[0] == [{"prompt": "Play.", "response": text}]
     said = talk(agents("Countdown", THOUGHTS), [text, text], tokenizer=THOUGHTS)[0]
     assert [message["content"] for message in said.messages] == [text, f"1 left after {text}", text]
