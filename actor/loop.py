@@ -30,7 +30,7 @@ from rlhf_triton.actor.run.step import StepTraining, policy_batch
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
 from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.actor.run.validation import validate
-from rlhf_triton.actor.scoring.reference import make_reference
+from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import RunConfig
@@ -55,7 +55,8 @@ class TrainingRun:
         with_critic = actor.algorithm.uses_critic
         with_rewards = config.serves_rewards
         self.scorer = Scorer(client, self.policy.tokenizer, with_critic=with_critic, with_rewards=with_rewards)
-        self.reference = make_reference(config, client, self.policy)
+        served = config.actor.kl.serves_reference
+        self.reference = ServedReference(client, self.policy, config.reference.model) if served else None
         reader = PromptReader.from_config(config, self.policy.tokenizer, self.policy.vocab_size)
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
@@ -117,7 +118,8 @@ class TrainingRun:
         """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
-        await self.reference.compare()
+        if self.reference is not None:
+            await self.reference.compare()
         prompts = [*self.inputs.first_prompts(), *self.held_out]
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)

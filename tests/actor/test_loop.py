@@ -47,7 +47,7 @@ from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_
 from rlhf_triton.actor.run.step import StepTraining
 from rlhf_triton.actor.run.stopping import Stop, Stopped
 from rlhf_triton.actor.run.timers import Timers
-from rlhf_triton.actor.scoring.reference import OwnReference, ServedReference
+from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
 from rlhf_triton.client.client import TrainAnswer
@@ -165,7 +165,7 @@ async def collected(
     policy.add = add
     scorer = server
     in_thread = Watched(1, torch.device("cpu"))
-    collector = Collector(actor_section(**actor), policy, scorer, reference or OwnReference(policy), in_thread)
+    collector = Collector(actor_section(**actor), policy, scorer, reference, in_thread)
     groups = collector.start(dict(enumerate(PROMPTS)), seed=2)
     for group in groups:
         if versions is None:
@@ -256,7 +256,7 @@ async def test_only_scoring_waits_for_the_critic(policy):
 
     def called(name):
         calls.append(name)
-        if calls == ["decode", "sampled_logprobs", "add_logprobs"]:
+        if calls == ["decode", "sampled_logprobs", "logprobs"]:
             computed.set()
 
     server = InstantScorer()
