@@ -54,7 +54,7 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
 
     def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
         row = _row(pair, side, where)
-        text, second = row.pair if section.text == "pair" else (row.text, "")
+        text, second = row.pair if section.text == "pair" and PROMPT_KEY in row.metadata else (row.text, "")
         try:
             return reader.row_of_text(0, text, row.metadata, second)
         except ContractError as error:
