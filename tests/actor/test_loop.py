@@ -767,14 +767,6 @@ def test_stop_keeps_the_previous_checkpoint_beyond_keep_checkpoints(tmp_path, ch
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [1, 2]
 
 
-def test_failed_rewards_of_dropped_groups_count(tmp_path, checkpoints):
-    """Half of the groups have no rewards and so no spread; dynamic sampling replaces all of them."""
-    server = Server(lambda text: by_text(text) if ord(text[0]) % 2 == 0 else math.nan)
-    settings = {"rollout_size": 8, "max_resampled": 20, "mask_unfinished": False, "add_special_tokens": False}
-    with pytest.raises(RlhfError, match=r"rewards are unavailable .*max_failed_fraction"):
-        go(make_grpo(tmp_path, checkpoints, server, **settings))
-
-
 def test_failures_of_groups_that_were_replaced_count(tmp_path, checkpoints):
     """Only the first of two prompts has rewards: half are missing, which is allowed, then two thirds."""
     seen = []
@@ -786,15 +778,6 @@ def test_failures_of_groups_that_were_replaced_count(tmp_path, checkpoints):
     settings = {**SHORT, "max_resampled": 3, "max_failed_fraction": 0.5}
     with pytest.raises(RlhfError, match="4 of 6 rewards are unavailable"):
         go(make_grpo(tmp_path, checkpoints, Server(reward), **settings))
-
-
-def test_run_stops_if_only_groups_that_were_replaced_have_rewards(tmp_path, checkpoints):
-    """Their scores are equal, and the server is lost while the others are scored."""
-    calls = itertools.count()
-    server = Server(lambda _: 1.0 if next(calls) < 4 else math.nan)
-    settings = {**SHORT, "max_resampled": 1, "max_failed_fraction": 0.6}
-    with pytest.raises(RlhfError, match=r"4 of 8 rewards are unavailable .* and the policy needs at least one"):
-        go(make_grpo(tmp_path, checkpoints, server, **settings))
 
 
 def test_run_with_dead_rewards_stops_before_it_resamples(tmp_path, checkpoints):

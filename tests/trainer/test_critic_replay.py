@@ -48,25 +48,6 @@ def test_damaged_version_0_is_not_replayed(make):
         CriticReplay(rig.config, 1)
 
 
-def test_new_run_goes_on_with_the_critic_of_an_earlier_step(make):
-    """Its sidecar accepts the actor's rewind to that step, serves the critic, and trains as the run did."""
-    rig = make(threads=1).begin()
-    rig.train(1, 2)
-    rig.save()
-    rig.train(3)
-    rig.stop()
-    new = make("new", threads=1)
-    critic = CriticReplay(rig.config, 2)
-    critic.save(new.config)
-    new.begin()
-    rewound = new.answer(new.journal.accept_rewind(run_id="run", target=2))
-    assert rewound.error is None
-    assert new.store.manifest(rewound.weights_version).step == 2
-    new.train(3)
-    new.stop()
-    assert new.store.manifest(new.store.current()).files == rig.store.manifest(rig.store.current()).files
-
-
 def test_critic_of_a_resumed_run_replays_with_its_new_settings(make):
     rig = make(threads=1, lr=1e-2).begin()
     rig.train(1)

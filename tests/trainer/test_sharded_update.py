@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from critic_checkpoints import state
 from loaders import load_trained
 from ranks import on_ranks, whole_tensors
-from test_checkpoint import state
 from test_critic_update import arrays, payload, settings, silent, trained
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 

@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
+from critic_checkpoints import state
 from loaders import load_critic
 from safetensors.torch import load_file
-from test_checkpoint import optimizer_bits, state
 from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
 from versions import flip
@@ -109,7 +109,7 @@ def assert_only_frozen_matrices_are_low(update, start, changes):
     matrices = {name for name in frozen if name.endswith("base_layer.weight") and "mlp.gate." not in name}  # no router
     assert matrices <= low if {*ALL} <= {*changes} else not low
     assert {p.dtype for p in update.trained.parameters.values()} == {torch.float32}
-    assert {value.dtype for value in optimizer_bits(update).values()} == {torch.float32}
+    assert {value.dtype for value in update.trained.state().values()} == {torch.float32}
 
 
 def merged_by_peft(update):
@@ -195,6 +195,17 @@ def test_frozen_critic_parameters_are_bit_identical_after_ten_steps(tmp_path, ca
     resumed = build(store, **changes)
     assert folder.load(1, resumed) == state(1, update)
     assert torch.equal(weights(train(resumed, 50)), weights(train(update, 50)))
+
+
+def test_checkpoint_with_another_lora_rank_is_refused(tmp_path):
+    store = make_store(tmp_path)
+    first, update = (build(store, lora_rank=rank) for rank in (2, 3))
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    folder.save(first, state(1, first))
+    before = weights(update)
+    with pytest.raises(CheckpointError, match=r"was saved with trainer\.lora_rank: 2, not 3; restore it"):
+        folder.load(1, update)
+    assert torch.equal(weights(update), before)
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=str)
