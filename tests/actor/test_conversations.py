@@ -467,7 +467,6 @@ def unscored(rows):
     [
         (TOKENIZER, True, False, 3),
         (TOKENIZER, False, False, 3),
-        (REWRITING, True, True, 2),
         (REWRITING, True, True, 9),
         (REWRITING, False, True, 3),
     ],

@@ -422,11 +422,9 @@ def after_five_steps(run, **settings):
     [
         ({}, {}, None, False),
         ({}, {"steps": 900, "client_deadline_s": 70.0}, None, False),
-        ({}, {"timeout_s": 3.0}, "rewards.verdict.timeout_s: 2.0 -> 3.0", False),
         ({}, {"lr": 0.5}, "actor.optimizer.lr: 9e-07 -> 0.5", False),
         ({}, {"weight": 2.0}, "rewards.verdict.weight: 1.0 -> 2.0", True),
         ({"workers": 1}, {"workers": 2}, "rewards.verdict.options.workers: 1 -> 2", True),
-        ({}, {"algorithm_clip_ratio": 0.5}, "actor.algorithm.clip_ratio: None -> 0.5", True),
         ({"algorithm_loss_mean": "token"}, {}, "actor.algorithm.loss_mean: token -> auto", True),
         ({}, {"model": "other"}, "actor.policy.model: checkpoints/policy -> other", True),
         *(
@@ -443,7 +441,6 @@ def after_five_steps(run, **settings):
             "environment.options.workers: 1 -> 9",
             True,
         ),
-        ({}, {"prompts_path": "other.jsonl"}, "actor.prompts.path: data/prompts.jsonl -> other.jsonl", False),
         (
             {"prompts_files": [{"path": "a"}]},
             {"prompts_files": [{"path": "a", "weight": 2.0}]},
@@ -451,8 +448,6 @@ def after_five_steps(run, **settings):
             False,
         ),
         ({**COSINE, "steps": 5}, {**COSINE, "steps": 10}, "actor.steps: 5 -> 10", False),
-        ({"warmup_steps": 2}, {"warmup_steps": 4}, "actor.optimizer.warmup_steps: 2 -> 4", False),
-        ({"kl_target": 6.0}, {}, "actor.kl.target: 6.0 -> None", False),
         ({"kl_target": 6.0}, {"kl_target": 6.0, "kl_coef": 0.5}, "actor.kl.coef (without effect): 0.01 -> 0.5", False),
     ],
 )

@@ -24,10 +24,10 @@ def on_default_device(load):
 load_critic = on_default_device(modeling.load_critic)
 
 
-def load_trained(folder, *, double=False):
-    """Load a critic to train, in float64 with `double`, where the noise of sums hides no mistake."""
+def load_trained(folder):
+    """Load a critic to train."""
     critic = load_critic(folder)
-    return TrainedCritic(critic.model.double() if double else critic.model, critic)
+    return TrainedCritic(critic.model, critic)
 
 
 load_reward = on_default_device(modeling.load_reward)
