@@ -130,3 +130,8 @@ AdvantagesAndReturns = tuple[Tensor, Tensor]  # each [B, S-1]
 Advantage = Callable[[AdvantageInputs], AdvantagesAndReturns]
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]  # a scalar from `LossInputs.mean`, scalars from `LossInputs.sum`
 Loss = Callable[[LossInputs], LossAndMetrics]
+
+
+def per_response(inputs: AdvantageInputs, advantages: Tensor) -> AdvantagesAndReturns:
+    """Return advantages and returns of an algorithm with one advantage for each response, `[B]`: returns are totals."""
+    return inputs.spread(advantages), inputs.spread(inputs.totals)

@@ -862,16 +862,6 @@ def test_stopped_run_resumes_after_its_last_complete_step(tmp_path, checkpoints,
     assert ends(tmp_path) == whole
 
 
-def test_validation_interrupted_by_a_crash_is_repeated(tmp_path, checkpoints, whole):
-    """While it writes `best/`; then a stop in the repeated one."""
-    run = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
-    go_until(run, run.policy, "save", 2, crash=True)
-    again = make_grpo(tmp_path, checkpoints, checkpoint_every=2)
-    go_until(again, again.policy, "decode", 1)
-    go(make_grpo(tmp_path, checkpoints, checkpoint_every=2))
-    assert ends(tmp_path) == whole
-
-
 @pytest.mark.parametrize(("name", "call", "crash"), [("decode", 9, True), ("decode", 14, False), ("logprobs", 4, True)])
 def test_each_prompt_trains_once_whatever_ends_a_run_with_groups_in_flight(tmp_path, checkpoints, name, call, crash):
     """None is lost or repeated, however many of later steps were in flight, and no token is older than allowed."""
