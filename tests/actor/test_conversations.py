@@ -40,7 +40,7 @@ from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
-from rlhf_triton.actor.scoring.row_texts import RowText
+from rlhf_triton.actor.scoring.row_texts import RowText, tokens_at
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
@@ -376,7 +376,7 @@ def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokeniz
     assert chat["messages"] == [user("Play. 3 left, seed 5."), *completion[:-1]]
     assert (chat["response"], sentences[0]) == ("three", "three")
     assert Sample("", metadata=chat).prompt == completion[-2]["content"]
-    places = scorer._ends_on_tokens(ends[0], np.array([3, 5]))
+    places = tokens_at(ends[0], np.array([3, 5]), tokenizer)
     assert places.tolist() == [ends[0].turns[-1].start + 2, len(ends[0].tokens) - 1]
     echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
     for metadata, prompt, said in (
