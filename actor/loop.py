@@ -16,19 +16,21 @@ from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.compute import ComputeThread
 from rlhf_triton.actor.data.prompt_reader import PromptReader, check_columns, read_prompts
 from rlhf_triton.actor.data.prompts import StepInputs
+from rlhf_triton.actor.policy.update import PolicyUpdateResult
+from rlhf_triton.actor.recording.metrics import ActorMetrics
+from rlhf_triton.actor.recording.recorder import Recorder
+from rlhf_triton.actor.replay.sample_journal import SampleJournal, StepResults
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.last_step import LastStep
-from rlhf_triton.actor.run.metrics import ActorMetrics, Timers
 from rlhf_triton.actor.run.policies import make_policy
-from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.rollouts import Rollouts
-from rlhf_triton.actor.run.sample_journal import SampleJournal, StepResults
 from rlhf_triton.actor.run.step import StepTraining, policy_batch
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S, Stop, Stopped, TimeLimit, end_forwards
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.actor.run.validation import validate
-from rlhf_triton.actor.scoring.reference import make_reference
+from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.config import RunConfig
@@ -53,7 +55,8 @@ class TrainingRun:
         with_critic = actor.algorithm.uses_critic
         with_rewards = config.serves_rewards
         self.scorer = Scorer(client, self.policy.tokenizer, with_critic=with_critic, with_rewards=with_rewards)
-        self.reference = make_reference(config, client, self.policy)
+        served = config.actor.kl.serves_reference
+        self.reference = ServedReference(client, self.policy, config.reference.model) if served else None
         reader = PromptReader.from_config(config, self.policy.tokenizer, self.policy.vocab_size)
         held_out = actor.validation.prompts if actor.validation.size else None
         self.held_out = [] if held_out is None else read_prompts(held_out, reader, limit=actor.validation.size)
@@ -115,7 +118,8 @@ class TrainingRun:
         """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
-        await self.reference.compare()
+        if self.reference is not None:
+            await self.reference.compare()
         prompts = [*self.inputs.first_prompts(), *self.held_out]
         check_columns(self.scorer.reward, prompts)
         self.policy.generation.check_prompts(prompts)
@@ -157,18 +161,18 @@ class TrainingRun:
             self.critic.send(step, payload)
         batch = policy_batch(batch, rollout.groups)
         await self.rollouts.start_ahead(step)
-        update: dict[str, float] = {}
+        update = PolicyUpdateResult()
         if trains_policy := self.training.trains_policy(step):
             self.last.is_updating = True
             with timers.phase("train_time"):
                 update = await self.in_update_thread(self.training.update, batch, self.inputs.seed_of(step))
         kl_per_sequence = await recorder.log_step(
-            step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update, **timers.metrics()}
+            step, rollout.groups, rollout.dropped, batch, {**rollout.metrics, **update.metrics, **timers.metrics()}
         )
         timers.append_spans(self.run_dir)
         if trains_policy:
             self.training.adapt_kl(kl_per_sequence, rollout.groups)
-        results = StepResults(batch, len(rollout.dropped), payload, update, self.policy_update.old_logprobs)
+        results = StepResults(batch, len(rollout.dropped), payload, update)
         await self.in_update_thread(self.samples.add_step, step, results)
 
     async def validate(self, when: str, recorder: Recorder) -> None:

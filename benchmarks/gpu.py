@@ -322,7 +322,7 @@ def ppo_step(job: PartJob) -> Found:
         batch = make_batch(groups, method, RewardShaper(config.actor.rewards, longest), kl_coef=0.0)
         payload = train_payload(critic_payload(batch), critic_update.critic.limits)
         report = phase("critic's update", critic_update.train, payload, lambda _: None)
-        metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0)
+        metrics = phase("policy's update", policy_update.run, batch, seed=0, kl_coef=0.0).metrics
     yield from (number(f"{name}, s", seconds) for name, seconds in durations.items())
     new = sum(int(row.sampled.sum()) for row in sampled)
     rows_text = f"{num_rows} rows, {sum(map(len, rows))} tokens, {new} of them generated"

@@ -209,13 +209,16 @@ class ReloadService:
     def _publish(self) -> Measurement:
         import torch
 
-        from rlhf_triton.trainer.publish import Publisher
+        from rlhf_triton.trainer.publish import Publication, Publisher
+        from rlhf_triton.trainer.verification import verify_copy
 
         self._step += 1
         with torch.no_grad():
             list(self.critic.model.parameters())[-1].add_(PERTURBATION)
         publisher = Publisher(self.config, self.store, run_id=RUN_ID, epoch=1)
-        done = publisher.publish(self.critic, step=self._step, on_wait=lambda state: None)
+        verify = partial(verify_copy, model=self.critic)
+        publication = Publication(write=self.critic.write, verify=verify, step=self._step)
+        done = publisher.publish(publication, lambda state: None)
         return {key: getattr(done, key) for key in ("version", "publish_ms", "verify_ms", "reload_ms")}
 
 

@@ -142,7 +142,7 @@ def replay(run_dir: Path, first: int, last: int, new: RunConfig | None = None) -
 
     `new`: settings of a new run, which gets checkpoints of the last step if all are identical.
     """
-    from rlhf_triton.actor.run.replay import Replay  # torch: slow to import
+    from rlhf_triton.actor.replay.replay import Replay  # torch: slow to import
     from rlhf_triton.models.modeling import quiet_transformers
 
     quiet_transformers()

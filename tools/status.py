@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.actor.run.recorded_steps import describe_samples, samples_of
+from rlhf_triton.actor.replay.recorded_steps import describe_samples
 from rlhf_triton.actor.run.settings import last_step, started_with
 from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_run_arguments, reporting
@@ -111,7 +111,7 @@ def _actor(config: RunConfig) -> str:
 def _samples(config: RunConfig) -> str:
     try:
         ahead = config.actor.max_off_policy_steps
-        return describe_samples(samples_of(config.run.dir), _last_step(config), ahead=ahead)
+        return describe_samples(config.run.sample_journal_dir, _last_step(config), ahead=ahead)
     except REPORTED as error:  # damage is part of the state
         return reason_of(error)
 

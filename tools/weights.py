@@ -1,6 +1,7 @@
 """`rlhf-triton weights list | verify | publish | rollback | ready`: the versions of critic and reward model."""
 
 import argparse
+import functools
 import shutil
 import sys
 import time
@@ -143,8 +144,8 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
         WeightsError: version `to` does not exist or is damaged.
         RlhfError: some instance does not serve the new version in time, although CURRENT names it.
     """
-    from rlhf_triton.trainer.publish import Publisher
-    from rlhf_triton.trainer.verification import verify_alone
+    from rlhf_triton.trainer.publish import Publication, Publisher
+    from rlhf_triton.trainer.verification import verify_alone, verify_copy
 
     current = store.current()
     load = _loader(config, model)
@@ -161,14 +162,10 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
     manifest = verify_alone(store, target, load)
     epoch = 0 if newest is None else newest.epoch
     publisher = Publisher(config, store, run_id=manifest.run_id, epoch=epoch, model=model)
-    reload = publisher.publish(
-        load(store.folder(target)),
-        step=manifest.step,
-        parent=target,
-        on_wait=_heartbeat(store),
-        write=write,
-    )
-    print(f"version {reload.version} is served, with the weights of version {target} (step {manifest.step})")
+    verify = functools.partial(verify_copy, model=load(store.folder(target)))
+    publication = Publication(write=write, verify=verify, step=manifest.step, parent=target)
+    published = publisher.publish(publication, _heartbeat(store))
+    print(f"version {published.version} is served, with the weights of version {target} (step {manifest.step})")
     if model.name == "critic" and Journal(config.run.journal_dir, config.run.identity).is_followed():
         print(
             "a sidecar is training this critic, and its next update will replace this version; to continue training "
@@ -187,8 +184,8 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
     check_checkpoint(checkpoint)
-    reload = publish_reward(config, checkpoint, on_wait=_heartbeat(store))
-    print(f"version {reload.version} is served, with the weights of {checkpoint}")
+    published = publish_reward(config, checkpoint, on_wait=_heartbeat(store))
+    print(f"version {published.version} is served, with the weights of {checkpoint}")
 
 
 def ready(model: LiveModel, store: WeightsStore, url: str) -> int:

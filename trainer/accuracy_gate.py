@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS
+from rlhf_triton.client.reward_source import Row, chat_row, text_row
 from rlhf_triton.config import ConfigError, RewardSection
 from rlhf_triton.config.rewards import text_parameters
 from rlhf_triton.models.modeling import RewardModel
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
+from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.store.jsonl import named_lines
 from rlhf_triton.wire.contract import ContractError, TokenRow
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
@@ -52,10 +53,12 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id)
 
     def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
+        row = _row(pair, side, where)
+        text, second = row.pair if section.text == "pair" and PROMPT_KEY in row.metadata else (row.text, "")
         try:
-            return reader.row_of_text(0, *_row(pair, side, where, is_pair=section.text == "pair"))
+            return reader.row_of_text(0, text, row.metadata, second)
         except ContractError as error:
-            raise ConfigError(f"{where}: {error.of_only_row}") from error
+            raise ConfigError(f"{where}: {error.message_without_row}") from error
 
     sides: dict[str, list[TokenRow]] = {side: [] for side in SIDES}
     for where, pair in named_lines(section.gate, "reward.gate", SIDES):
@@ -66,8 +69,8 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
     return Pairs(**sides)
 
 
-def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple[str, dict[str, Any], str]:
-    """Return text, metadata and second text of one side of a pair, in the form in which clients send them."""
+def _row(pair: dict[str, Any], side: str, where: str) -> Row:
+    """Return one side of a pair as clients send it."""
     prompt = pair.get("prompt")
     reply = pair.get(side)
     own = (*SIDES, PROMPT_KEY, MESSAGES_KEY, RESPONSE_KEY, REPLY_KEY)
@@ -79,18 +82,15 @@ def _row(pair: dict[str, Any], side: str, where: str, *, is_pair: bool) -> tuple
             raise ConfigError(
                 f"{where}: is a text that contains messages; store the list of messages itself, also as `prompt`"
             )
-        row_metadata = {**columns, RESPONSE_KEY: reply}
         if prompt is None:
-            return reply, row_metadata, ""
-        row_metadata[PROMPT_KEY] = prompt
-        return (prompt, row_metadata, reply) if is_pair else (prompt + reply, row_metadata, "")
+            return Row((reply,), metadata={**columns, RESPONSE_KEY: reply})
+        return text_row(prompt, reply, columns)
     prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     before = [] if prompt_messages is None else _messages(prompt_messages, where)
     messages = _messages(reply, where)
     if before and messages[: len(before)] == before:  # as in UltraFeedback, whose sides are whole conversations
         before = []
-    text, metadata = with_reply([*before, *messages], "", columns)
-    return text, metadata, ""
+    return chat_row([*before, *messages], columns)
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:

@@ -42,10 +42,12 @@ class CriticState:
         progress: SidecarProgress,
         ranks: AnyRanks = ALONE,
     ) -> None:
-        """Create the state; call `restore_at_start` before any other method.
+        """Restore the newest checkpoint, and results missing from the journal; warn of changed settings.
 
         Args:
             ranks: the processes that train the critic, of which this is rank 0.
+
+        Raises: as `restore_newest`.
         """
         self._config = config
         self._ranks = ranks
@@ -55,6 +57,16 @@ class CriticState:
         self._progress = progress
         self.traceparent: str | None = None  # trace context of the last trained request
         self.base_digest = store.manifest(0).digest  # digest of version 0's weights
+        state = self.restore_newest()
+        if state is None:
+            return
+        if changed := self.update.trained.changed(state.settings, checkpoints.root / str(state.step)):
+            logger.warning(
+                "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
+                state.step,
+                "; ".join(changed),
+            )
+        progress.persist("restoring results", lambda: journal.restore_results(state.results))
 
     def train(self, entry: Entry) -> tuple[UpdateReport | None, Result]:
         """Train on the next step unless its journal result is a failure; return the report, if trained, and the result.
@@ -95,21 +107,6 @@ class CriticState:
             error=error,
             skipped_batches=report.skipped_batches if report else [],
         )
-
-    def restore_at_start(self) -> None:
-        """Call `restore_newest`, log a warning about changed settings, and restore results missing from the journal."""
-        state = self.restore_newest()
-        if state is None:
-            return
-        trained = self.update.trained
-        folder = self._checkpoints.root / str(state.step)
-        if changed := trained.changed(state.settings, folder):  # allowed, but logged
-            logger.warning(
-                "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
-                state.step,
-                "; ".join(changed),
-            )
-        self._progress.persist("restoring results", lambda: self._journal.restore_results(state.results))
 
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
         """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.

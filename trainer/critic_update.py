@@ -22,7 +22,6 @@ from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.models.collation import collate
 from rlhf_triton.models.gpu import use_gpu
-from rlhf_triton.models.modeling import CriticModel
 from rlhf_triton.models.out_of_memory import OutOfMemory, gpu_bytes
 from rlhf_triton.models.precision import computing
 from rlhf_triton.store.weights import WeightsStore
@@ -66,8 +65,8 @@ class UpdateReport:
 class CriticUpdate:
     """Trains a critic on training payloads."""
 
-    def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
-        self.ranks: AnyRanks = critic.ranks if isinstance(critic, TrainedCritic) else ALONE
+    def __init__(self, critic: TrainedCritic, settings: TrainerSection) -> None:
+        self.ranks = critic.ranks
         critic.own_weights()
         use_gpu(torch.device(critic.model.device))  # for kernels outside torch
         self.critic = critic
@@ -204,19 +203,15 @@ def follow_rank_0(settings: TrainerSection, seed: int, ranks: Ranks, dtype: str 
         nonlocal update
         update = load_update(Path(folder), settings, seed=seed, dtype=dtype, ranks=ranks, pretraining=pretraining)
 
-    def critic() -> TrainedCritic:
-        assert isinstance(update.critic, TrainedCritic)
-        return update.critic
-
     ranks.operations.follow(
         {
             "load": load,
             "train": lambda skip: update.train(None, lambda _: None, skip),
             **operations(lambda: update.trained),
-            "values": lambda rows, width: critic().values([np.asarray(row, np.int64) for row in rows], width),
-            "write_version": lambda folder: critic().write(Path(folder)),
-            "verify": lambda root, version: critic().verify_slices(store(root), version),
-            "holds": lambda root, version: critic().holds_slices(store(root), version),
+            "values": lambda rows, width: update.critic.values([np.asarray(row, np.int64) for row in rows], width),
+            "write_version": lambda folder: update.critic.write(Path(folder)),
+            "verify": lambda root, version: update.critic.verify_slices(store(root), version),
+            "holds": lambda root, version: update.critic.holds_slices(store(root), version),
         }
     )
 

@@ -1,14 +1,16 @@
 """Publishes the weights of the critic in training after steps, saves and rewinds."""
 
+import functools
 from dataclasses import dataclass
 
+from rlhf_triton.models.canary import canary_outputs
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
-from rlhf_triton.trainer.publish import Publisher, Reload, VersionRejected
-from rlhf_triton.trainer.verification import holds_weights
+from rlhf_triton.trainer.publish import Publication, Published, Publisher, VersionRejected
+from rlhf_triton.trainer.verification import holds_weights, verify_version
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class CriticVersions:
         """Return the version that CURRENT names."""
         return self.store.current() or 0
 
-    def publish_step(self) -> tuple[Reload | None, str | None]:
+    def publish_step(self) -> tuple[Published | None, str | None]:
         """Publish the critic if its step is a multiple of `publish.every`.
 
-        Returns (reload, None), (None, error), or (None, None) if nothing is published at this step.
+        Returns (published, None), (None, error), or (None, None) if nothing is published at this step.
         """
         return self._publish() if self.critic.step % self.every == 0 else (None, None)
 
@@ -56,23 +58,29 @@ class CriticVersions:
         parent = max(manifest.version for manifest in self.store.manifests() if manifest.step <= step)
         return self._publish(parent)[1]
 
-    def _publish(self, parent: int | None = None) -> tuple[Reload | None, str | None]:
-        """Publish the critic, with retries after disk errors; return the reload, or the error if it is rejected."""
+    def _publish(self, parent: int | None = None) -> tuple[Published | None, str | None]:
+        """Publish the critic, with retries after disk errors; return the result, or the error if it is rejected."""
         step = self.critic.step
         newest = self.store.versions()[-1]
 
-        def attempt() -> Reload:
+        def attempt() -> Published:
             # With a parent, every attempt would write another version. If an earlier attempt has written one already,
             # publish without it, which reuses the newest version if its content is the same.
             written = self.store.versions()[-1] > newest
-            return self.publisher.publish(
-                self.critic.update.critic, step=step, on_wait=self.progress.wait, parent=None if written else parent
+            critic = self.critic.update.critic
+            publication = Publication(
+                write=critic.write,
+                verify=functools.partial(verify_version, critic=critic),
+                step=step,
+                parent=None if written else parent,
+                canary=canary_outputs(critic).tolist() if critic.is_sharded else None,
             )
+            return self.publisher.publish(publication, self.progress.wait)
 
         try:
             with span("publish", parent=self.critic.traceparent, step=step):
-                reload = self.progress.persist(f"publishing step {step}", attempt)
+                published = self.progress.persist(f"publishing step {step}", attempt)
         except VersionRejected as error:  # the caller gets the error; the old version keeps serving
             return None, str(error)
-        set_log_position(version=reload.version)
-        return reload, None
+        set_log_position(version=published.version)
+        return published, None

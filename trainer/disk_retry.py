@@ -12,7 +12,7 @@ from rlhf_triton.errors import RlhfError, reason_of
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 5.0
+MAX_PAUSE_S = 5.0
 REMIND_EVERY_S = 60.0
 # Errors that time or an operator may fix; others, such as a missing file, are raised at once.
 CURABLE = frozenset(
@@ -78,4 +78,4 @@ def until_done(
                 f"stopped while {operation}, after a disk error: {reason}; nothing is lost, because the journal has "
                 "every accepted request: make the disk writable, and start again"
             )
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)

@@ -18,14 +18,15 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.canary import canary_outputs
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.accuracy_gate import read_pairs
-from rlhf_triton.trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
+from rlhf_triton.trainer.publish import Publication, Published, Publisher, copy_checkpoint, reward_loader
+from rlhf_triton.trainer.verification import verify_copy
 
 TOLERANCE = 0.01  # how far a new version's accuracy on the gate may be below the served version's
 
 
 def publish_reward(
     config: RunConfig, checkpoint: Path, *, on_wait: Callable[[str], None], say: Callable[[str], None] = print
-) -> Reload:
+) -> Published:
     """Serve the weights in a checkpoint as a new version, if they pass all checks.
 
     Args:
@@ -67,5 +68,10 @@ def publish_reward(
                 f"version's, {before:.4f}"
             )
     publisher = Publisher(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
-    write = functools.partial(copy_checkpoint, checkpoint)
-    return publisher.publish(candidate, step=0, parent=current, on_wait=on_wait, write=write, source=checkpoint)
+    publication = Publication(
+        write=functools.partial(copy_checkpoint, checkpoint),
+        verify=functools.partial(verify_copy, model=candidate),
+        parent=current,
+        source=checkpoint,
+    )
+    return publisher.publish(publication, on_wait)

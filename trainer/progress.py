@@ -22,7 +22,7 @@ from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.critic_update import CriticUpdate, UpdateReport
 from rlhf_triton.trainer.disk_retry import until_done
-from rlhf_triton.trainer.publish import Publisher, Reload
+from rlhf_triton.trainer.publish import Published, Publisher
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,10 +103,12 @@ class SidecarProgress:
         if time.monotonic() > self._give_up_at:
             raise RlhfError(f"stopped while {state}; the next start repeats it")
 
-    def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
+    def log_update(self, step: int, version: int, report: UpdateReport, published: Published | None) -> None:
         """Write one line for a critic update; `version` is the one served now."""
-        timing = asdict(reload) if reload is not None else {}
-        timing.pop("version", None)
+        timing = {} if published is None else asdict(published)
+        if published is not None:
+            del timing["version"]
+            timing["reload"] = timing.pop("mode")
         line = {
             "loss_mean": report.loss_mean,
             "train/loss": report.loss_mean,
@@ -129,8 +131,8 @@ class SidecarProgress:
                 "update_seconds": report.seconds,
             }
         )
-        if reload is not None:
-            phases = {"write": reload.publish_ms, "verify": reload.verify_ms, "reload": reload.reload_ms}
+        if published is not None:
+            phases = {"write": published.publish_ms, "verify": published.verify_ms, "reload": published.reload_ms}
             exporter.show({"publish_seconds": {phase: ms / 1e3 for phase, ms in phases.items()}})
 
     def log_failure(self, step: int, version: int, error: str, publisher: Publisher, update: CriticUpdate) -> None:

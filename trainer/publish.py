@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_model, is_same_model
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_model
 from rlhf_triton.client.control_plane import ControlPlaneError, Failure
 from rlhf_triton.client.model_servers import Loaded, ModelServers
 from rlhf_triton.config import CriticSection, RewardSection, RunConfig
@@ -19,15 +19,12 @@ from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import LiveModel, live_model, live_models
 from rlhf_triton.config.sections import constants_of
 from rlhf_triton.digests import digest_of
-from rlhf_triton.models.canary import canary_outputs
 from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import Manifest, Origin, WeightsError, WeightsStore, weights_files
 from rlhf_triton.trainer.pretraining import pretrained
-from rlhf_triton.trainer.trained_critic import TrainedCritic
 from rlhf_triton.trainer.training_set import tokenizer_of
-from rlhf_triton.trainer.verification import verify_version
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 
 logger = logging.getLogger(__name__)
@@ -46,11 +43,25 @@ class VersionRejected(WeightsError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reload:
+class Publication:
+    """Weights to publish."""
+
+    write: Callable[[Path], Mapping[str, str] | None]  # writes them to a folder; returns as `CriticModel.write`
+    verify: Callable[[WeightsStore, int], None]  # raises WeightsError if a version does not have them
+    step: int = 0  # number of critic updates that produced them; 0 for a reward model
+    # The version of which they are a copy, after a rewind or rollback; they then always get a new number. None: the
+    # newest version is reused if it has the same content (a replay after a crash).
+    parent: int | None = None
+    source: Path | None = None  # the folder from which they are copied, for the manifest
+    canary: list[float] | None = None  # outputs that instances compare, if `verify` has no whole model; else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
     """The result of publishing a version, with timings."""
 
     version: int
-    reload: str  # "swap" or "triton"
+    mode: str  # "swap" or "triton"
     publish_ms: float  # writing the version
     verify_ms: float
     reload_ms: float  # from moving CURRENT until every instance serves it
@@ -92,27 +103,11 @@ class Publisher:
         self.rejected = 0
         """Number of versions rejected so far, by verification or by an instance."""
 
-    def publish(
-        self,
-        model: CriticModel | RewardModel,
-        *,
-        step: int,
-        on_wait: Callable[[str], None],
-        parent: int | None = None,
-        write: Callable[[Path], Mapping[str, str] | None] | None = None,
-        source: Path | None = None,
-    ) -> Reload:
-        """Write, verify and serve the model's weights.
+    def publish(self, publication: Publication, on_wait: Callable[[str], None]) -> Published:
+        """Write, verify and serve weights.
 
         Args:
-            model: holds the new weights.
-            step: number of critic updates that produced them; 0 for a reward model.
             on_wait: called repeatedly while waiting, with a description of the state.
-            parent: the version of which these weights are a copy, after a rewind or rollback; they then always get a
-                new number. Without `parent`, the newest version is reused if it has the same content (a replay after a
-                crash).
-            write: writes the weights to a folder; default: `write` of a critic.
-            source: the folder from which the weights are copied, for the manifest.
 
         Raises:
             VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
@@ -120,26 +115,22 @@ class Publisher:
             OSError: a disk error; nothing was published.
         """
         start = time.monotonic()
-        expected = canary_outputs(model)
-        is_sharded = isinstance(model, TrainedCritic) and model.is_sharded
-        if write is None:
-            assert isinstance(model, CriticModel)
-            write = model.write
+        parent = publication.parent
         origin = Origin(
             run_id=self._run_id,
-            step=step,
+            step=publication.step,
             parent=self._store.current() if parent is None else parent,
             epoch=self._epoch,
-            source=None if source is None else str(source),
+            source=None if publication.source is None else str(publication.source),
         )
-        canary = expected.tolist() if is_sharded else None
-        manifest = self._store.add(write, origin, canary=canary, reuse=parent is None)
+        canary = publication.canary
+        manifest = self._store.add(publication.write, origin, canary=canary, reuse=parent is None)
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so the swap is quick
         try:
             with span("verify", version=manifest.version):
-                verify_version(self._store, manifest.version, model, expected)
-                if is_sharded:
+                publication.verify(self._store, manifest.version)
+                if canary is not None:
                     self.await_staging(manifest, on_wait)
             verified = time.monotonic()
             with span("reload", version=manifest.version):
@@ -149,9 +140,9 @@ class Publisher:
             raise VersionRejected(str(error)) from error
         served = time.monotonic()
         self._store.prune(keep=self._keep)
-        return Reload(
+        return Published(
             version=manifest.version,
-            reload=self._reload,
+            mode=self._reload,
             publish_ms=(written - start) * 1e3,
             verify_ms=(verified - written) * 1e3,
             reload_ms=(served - verified) * 1e3,
@@ -312,8 +303,6 @@ def initialise_store(
         )
         store.add(critic.write, origin)
     known = store.manifest(0).made_from or made_from
-    if is_same_model(known[MODEL][0], weights[0]):
-        known[MODEL][0] = weights[0]
     changed = [key for key, value in made_from.items() if value != known.get(key)]
     if changed:
         key = changed[0]

@@ -39,6 +39,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config, ranks, progress.wait))
         publisher = Publisher(config, store, run_id=journal.run_id, epoch=epoch, show_block=progress.show_block)
+        set_log_position(version=store.current())
         critic = CriticState(config, store, journal, folder, progress, ranks)
         checkpoints = CriticCheckpoints(
             every=settings.checkpoint_every,
@@ -49,8 +50,6 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
             progress=progress,
         )
         versions = CriticVersions(settings.publish.every, critic, publisher, store, progress)
-        set_log_position(version=versions.current())
-        critic.restore_at_start()
         logger.info("following run %s from step %d, epoch %d", journal.run_id, critic.step, epoch)
         Sidecar(
             journal=journal,
@@ -97,11 +96,11 @@ class Sidecar:
         answered = self.journal.result(entry) is not None  # a replay after a crash: already published
         report, result = self.critic.train(entry)
         if not answered:
-            reload, error = self.versions.publish_step() if result.error is None else (None, result.error)
-            version = reload.version if reload else self.versions.current()
+            published, error = self.versions.publish_step() if result.error is None else (None, result.error)
+            version = published.version if published else self.versions.current()
             self.pending.finish(entry, replace(result, weights_version=version, error=error))
             if report is not None:
-                self.progress.log_update(entry.step, version, report, reload)
+                self.progress.log_update(entry.step, version, report, published)
             if error is not None:
                 self.progress.log_failure(entry.step, version, error, self.versions.publisher, self.critic.update)
         self.checkpoints.write_periodically()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,31 +18,46 @@ from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic
 from rlhf_triton.store.weights import Manifest, WeightsError, WeightsStore, weights_files
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 
+AnyModel: TypeAlias = CriticModel | RewardModel
 CANARY_TOLERANCE = 1e-5  # relative to the largest value; equal weights differ by rounding only
 CROSS_DEVICE_TOLERANCE = 1e-3  # if one forward pass runs on a GPU and the other on the CPU
 
 
-def verify_version(
-    store: WeightsStore, version: int, model: CriticModel | RewardModel, expected: np.ndarray | None = None
-) -> None:
-    """Verify that `version` has the weights of `model`.
+def verify_version(store: WeightsStore, version: int, critic: TrainedCritic) -> None:
+    """Verify that `version` has the weights of a critic in training.
 
-    Checks hashes, names, shapes and dtypes, that all weights are finite, and that a forward pass through the serving
-    code reproduces the model's values or rewards for the canary row. A sharded critic compares its slices instead;
-    instances that stage the version check its forward pass.
-
-    Args:
-        model: the model in memory.
-        expected: the model's outputs for the canary row, if already known.
+    Checks as `verify_copy`, and the dtypes of all weights. A sharded critic compares its slices instead; instances that
+    stage the version check its forward pass.
 
     Raises:
         WeightsError: a check failed; the message names the version and the cause.
     """
-    if isinstance(model, TrainedCritic) and model.is_sharded:
+    if critic.is_sharded:
         try:
-            return model.verify_slices(store, version)
+            return critic.verify_slices(store, version)
         except (CheckpointError, RankFailed) as error:
             raise WeightsError(f"version {version}: {error}") from error
+    manifest, staged, outputs = _load_verified(store, version, critic)
+    _check_dtypes(store.folder(version), manifest, critic)
+    tolerance = None if critic.stored_as is None else SERVED_TOLERANCE[critic.stored_as]
+    _compare_outputs(version, critic, staged, outputs, tolerance)
+
+
+def verify_copy(store: WeightsStore, version: int, model: AnyModel) -> None:
+    """Verify that `version` has the weights of `model`, in any dtype.
+
+    Checks hashes, names and shapes, that all weights are finite, and that a forward pass through the serving code
+    reproduces the model's values or rewards for the canary row.
+
+    Raises:
+        WeightsError: a check failed; the message names the version and the cause.
+    """
+    _, staged, outputs = _load_verified(store, version, model)
+    _compare_outputs(version, model, staged, outputs)
+
+
+def _load_verified(store: WeightsStore, version: int, model: AnyModel) -> tuple[Manifest, AnyModel, np.ndarray]:
+    """Return the manifest of an intact version, its model and this model's outputs for the canary row."""
     try:
         # Hashing releases the GIL, so it runs in parallel with the other checks.
         with ThreadPoolExecutor(1, "hash") as executor:
@@ -49,26 +65,28 @@ def verify_version(
             try:
                 staged = model.with_weights(store.folder(version))
                 staged.check_finite()
-                served = canary_outputs(staged)
+                outputs = canary_outputs(staged)
             finally:
                 manifest = whole.result()  # the error about a damaged file replaces the errors that the file has caused
     except CheckpointError as error:
         raise WeightsError(f"version {version}: {error}") from error
-    tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
-    if isinstance(model, CriticModel) and model.stored_as is not None:
-        tolerance = SERVED_TOLERANCE[model.stored_as]
-    if isinstance(model, TrainedCritic):  # other models are copies of a checkpoint, in any dtype
-        _check_dtypes(store.folder(version), manifest, model)
-    difference = canary_difference(served, canary_outputs(model) if expected is None else expected)
+    return manifest, staged, outputs
+
+
+def _compare_outputs(
+    version: int, model: AnyModel, staged: AnyModel, outputs: np.ndarray, tolerance: float | None = None
+) -> None:
+    """Raise WeightsError if the outputs of a staged version differ from the model's; `tolerance`: default by device."""
+    if tolerance is None:
+        tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
+    difference = canary_difference(outputs, canary_outputs(model))
     if not difference <= tolerance:
         raise WeightsError(
             f"version {version}: the values for the canary row differ by {difference:.3g} from the published model's"
         )
 
 
-def verify_alone(
-    store: WeightsStore, version: int, load: Callable[[Path], CriticModel | RewardModel] = load_critic
-) -> Manifest:
+def verify_alone(store: WeightsStore, version: int, load: Callable[[Path], AnyModel] = load_critic) -> Manifest:
     """Verify a version from its files only, without the model in memory that produced it; return the manifest.
 
     Checks that the files are intact, and that the weights and the outputs for the canary row are finite.
@@ -90,11 +108,11 @@ def verify_alone(
     return manifest
 
 
-def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> bool:
+def holds_weights(store: WeightsStore, version: int, critic: TrainedCritic) -> bool:
     """Return whether `version` is intact and its weights are bit-identical to the critic's, in the versions' dtype."""
     try:
         store.verify_hashes(store.manifest(version), digest_of_mapped)
-        if isinstance(critic, TrainedCritic) and critic.is_sharded:
+        if critic.is_sharded:
             return critic.holds_slices(store, version)
         stored = critic.with_weights(store.folder(version)).model.state_dict()
     except (CheckpointError, WeightsError):

@@ -31,14 +31,8 @@ def token_rewards(rewards: Tensor, penalty: Tensor, lengths: Tensor) -> Tensor:
         lengths: `[B]`, tokens of prompt + response.
 
     Returns: `[B, S-1]` in the dtype of `penalty`.
-    Raises: ValueError if a shape is wrong.
     Source: Ouyang et al. 2022 (arXiv 2203.02155), section 3.5.
     """
-    if penalty.ndim != 2 or penalty.shape[1] < 1:
-        raise ValueError(f"penalty must be [B, S-1] with S >= 2, got {tuple(penalty.shape)}")
-    for name, tensor in (("rewards", rewards), ("lengths", lengths)):
-        if tensor.shape != penalty.shape[:1]:
-            raise ValueError(f"{name} must be [B] = [{penalty.shape[0]}], got {tuple(tensor.shape)}")
     last_scored = (lengths - 2).clamp(min=0).long()
     return (-penalty).scatter_add(1, last_scored[:, None], rewards[:, None].to(penalty.dtype))
 
@@ -79,6 +73,11 @@ def gae(
         advantages[:, t] = advantage
     advantages = advantages.masked_fill(~inside, 0.0)
     return advantages, advantages + values
+
+
+def returns_to_go(token_rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """Return the discounted sum of token rewards from each masked position on, `[B, S-1]`; arguments as in `gae`."""
+    return gae(torch.zeros_like(mask), token_rewards, mask, gamma=gamma, lam=1.0)[1]
 
 
 def length_adaptive(mask: Tensor, alpha: float) -> Tensor:

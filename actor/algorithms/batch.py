@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.advantages import masked_whiten
+from rlhf_triton.actor.algorithms.advantages import masked_whiten, returns_to_go
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
 from rlhf_triton.actor.algorithms.kl import kl_estimate
 from rlhf_triton.actor.algorithms.method import Method
-from rlhf_triton.actor.algorithms.reinforce_plus_plus import advantage as returns_to_go
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import (
@@ -90,6 +89,9 @@ def make_batch(
     if truncated == "bootstrap":
         inputs = add_bootstrap_values(inputs, conversations)
     advantages, returns = map(layout.scatter, method.advantage(inputs))
+    rewards_to_go = None
+    if (versions >= 0).any():
+        rewards_to_go = layout.scatter(returns_to_go(inputs.token_rewards, inputs.mask, gamma=inputs.gamma))
     weights = policy_mask = mask * (counted & inputs.counted)[owner, None]
     if method.loss_mean == "sequence":
         weights = weights / inputs.mask.sum(-1)[owner, None].clamp(min=1)
@@ -104,7 +106,7 @@ def make_batch(
         returns=returns * mask,
         prev_values=values,
         kl=kl,
-        rewards_to_go=layout.scatter(returns_to_go(inputs)[1]) if (versions >= 0).any() else None,
+        rewards_to_go=rewards_to_go,
         groups=group_ids[owner],
         versions=versions,
         positive=torch.tensor([end.score.reward > 0 for end in ends])[owner],

@@ -3,10 +3,9 @@
 import torch
 
 from rlhf_triton.actor.algorithms.baselines import subtract_mean
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns, per_response
 
 
 def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Subtract the mean total reward of all responses from each total; the returns are the total rewards."""
-    advantages = subtract_mean(inputs.totals, torch.zeros_like(inputs.groups), inputs.counted)
-    return inputs.spread(advantages), inputs.spread(inputs.totals)
+    return per_response(inputs, subtract_mean(inputs.totals, torch.zeros_like(inputs.groups), inputs.counted))

@@ -3,7 +3,7 @@
 import torch
 
 from rlhf_triton.actor.algorithms.baselines import divide_by_mean, group_standardise, process_supervision, subtract_mean
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns, per_response
 
 
 def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
@@ -20,8 +20,7 @@ def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
         rewards = inputs.process_rewards.scatter_add(1, last, inputs.remainder[:, None]) * ends
         advantages = process_supervision(rewards, ends, inputs.groups, inputs.counted)
         return advantages * inputs.mask, rewards.flip(1).cumsum(1).flip(1) * inputs.mask
-    advantages = group_standardise(inputs.totals, inputs.groups, inputs.counted)
-    return inputs.spread(advantages), inputs.spread(inputs.totals)
+    return per_response(inputs, group_standardise(inputs.totals, inputs.groups, inputs.counted))
 
 
 def decoupled(inputs: AdvantageInputs) -> AdvantagesAndReturns:
@@ -40,16 +39,14 @@ def decoupled(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     for component, weight in zip(inputs.components.unbind(1), inputs.component_weights, strict=True):
         counted = inputs.counted & component.isfinite()
         advantages = advantages + weight * group_standardise(component, inputs.groups, counted)
-    return inputs.spread(advantages), inputs.spread(inputs.totals)
+    return per_response(inputs, advantages)
 
 
 def centred(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Subtract the mean total reward of the prompt's responses from each total (Dr. GRPO, REINFORCE++-baseline)."""
-    advantages = subtract_mean(inputs.totals, inputs.groups, inputs.counted)
-    return inputs.spread(advantages), inputs.spread(inputs.totals)
+    return per_response(inputs, subtract_mean(inputs.totals, inputs.groups, inputs.counted))
 
 
 def relative(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """Subtract the mean total reward of the prompt's responses from each total, and divide by that mean (MaxRL)."""
-    advantages = divide_by_mean(inputs.totals, inputs.groups, inputs.counted)
-    return inputs.spread(advantages), inputs.spread(inputs.totals)
+    return per_response(inputs, divide_by_mean(inputs.totals, inputs.groups, inputs.counted))

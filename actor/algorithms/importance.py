@@ -5,7 +5,7 @@ mask tokens or responses by a divergence.
 import torch
 from torch import Tensor
 
-from rlhf_triton.actor.algorithms.inputs import MOST_LOG_RATIO
+from rlhf_triton.actor.algorithms.inputs import MAX_LOG_RATIO
 from rlhf_triton.config.algorithms import DIVERGENCES
 from rlhf_triton.rewards.function import import_function
 
@@ -39,12 +39,12 @@ def aggregate_log_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
         mask: `[B, S-1]`, 1 where position t scores a response token.
         level: `token`, no aggregation; `sequence`, the sum over the response; `geometric`, the mean.
 
-    Returns: `[B, S-1]`, clamped to +-`MOST_LOG_RATIO`.
+    Returns: `[B, S-1]`, clamped to +-`MAX_LOG_RATIO`.
     """
     if level != "token":
         total = (log_ratio.masked_fill(mask == 0, 0.0) * mask).sum(-1, keepdim=True)
         log_ratio = (total if level == "sequence" else total / mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(mask)
-    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def importance_factors(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape, token_rewards
 
-MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
+MAX_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,8 @@ class LossInputs:
 
     @property
     def log_ratio(self) -> Tensor:
-        """Log-ratio of the policy to the policy that sampled, `[B, S-1]`, clamped to +-`MOST_LOG_RATIO`."""
-        return (self.logprobs - self.old_logprobs).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+        """Log-ratio of the policy to the policy that sampled, `[B, S-1]`, clamped to +-`MAX_LOG_RATIO`."""
+        return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def mean(self, token_losses: Tensor) -> Tensor:
         """Return this micro-batch's share of the minibatch's weighted mean of `token_losses` `[B, S-1]`, a scalar.
@@ -130,3 +130,8 @@ AdvantagesAndReturns = tuple[Tensor, Tensor]  # each [B, S-1]
 Advantage = Callable[[AdvantageInputs], AdvantagesAndReturns]
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]  # a scalar from `LossInputs.mean`, scalars from `LossInputs.sum`
 Loss = Callable[[LossInputs], LossAndMetrics]
+
+
+def per_response(inputs: AdvantageInputs, advantages: Tensor) -> AdvantagesAndReturns:
+    """Return advantages and returns of an algorithm with one advantage for each response, `[B]`: returns are totals."""
+    return inputs.spread(advantages), inputs.spread(inputs.totals)

@@ -15,7 +15,7 @@ from rlhf_triton.rewards.function import import_function
 
 K3_RANGE = (-11.0, 2.61)  # range of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
 HORIZON = 10_000  # time constant of the controller, in responses
-MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rollout
+MAX_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rollout
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -105,5 +105,5 @@ class KLControl:
         """Adapt the coefficient to the mean KL per sequence (nats, k1) of a rollout with `samples` responses."""
         if self.target is None:
             return
-        error = min(max(kl / self.target - 1, -MOST_ERROR), MOST_ERROR)
+        error = min(max(kl / self.target - 1, -MAX_ERROR), MAX_ERROR)
         self.coef *= 1 + error * min(samples / HORIZON, 1.0)

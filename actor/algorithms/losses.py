@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf_triton.actor.algorithms.importance import aggregate_log_ratio, importance_factors
 from rlhf_triton.actor.algorithms.inputs import LossAndMetrics, LossInputs
 
-MOST_DPPO_RATIO = 20.0  # as in verl
+MAX_DPPO_RATIO = 20.0  # as in verl
 
 
 def clipped(inputs: LossInputs) -> LossAndMetrics:
@@ -84,7 +84,7 @@ def dppo(inputs: LossInputs) -> LossAndMetrics:
     """
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
     included = torch.where(inputs.advantages > 0, moved <= inputs.clip.high, moved >= -inputs.clip.low)
-    return _weighted(inputs, inputs.log_ratio.detach().exp().clamp(max=MOST_DPPO_RATIO) * included)
+    return _weighted(inputs, inputs.log_ratio.detach().exp().clamp(max=MAX_DPPO_RATIO) * included)
 
 
 def flash_reinforce(inputs: LossInputs) -> LossAndMetrics:

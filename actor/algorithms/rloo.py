@@ -1,7 +1,7 @@
 """RLOO, which compares each response's reward with the mean reward of the other responses to the prompt."""
 
 from rlhf_triton.actor.algorithms.baselines import leave_one_out
-from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns
+from rlhf_triton.actor.algorithms.inputs import AdvantageInputs, AdvantagesAndReturns, per_response
 from rlhf_triton.errors import RlhfError
 
 
@@ -14,5 +14,4 @@ def advantage(inputs: AdvantageInputs) -> AdvantagesAndReturns:
     """
     if inputs.process_rewards is not None:
         raise RlhfError("the served reward model gives process rewards (reward.process), which rloo cannot use")
-    advantages = leave_one_out(inputs.totals, inputs.groups, inputs.counted)
-    return inputs.spread(advantages), inputs.spread(inputs.totals)
+    return per_response(inputs, leave_one_out(inputs.totals, inputs.groups, inputs.counted))

@@ -5,6 +5,7 @@ On several ranks, each rank trains a slice of the weights, and holds whole copie
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
 from rlhf_triton.checkpoints.row_length import fix_forward, max_positions, stable_length
 from rlhf_triton.config import PolicySection
-from rlhf_triton.models.precision import use_bfloat16
+from rlhf_triton.models.precision import computing, use_bfloat16
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine import preparation
 from rlhf_triton.training_engine.ranks import AnyRanks, Ranks
@@ -47,7 +48,7 @@ class PolicyModels:
         Raises:
             CheckpointError: the model does not support one of the settings.
         """
-        self._settings = settings
+        self.settings = settings
         self._is_sharded = ranks.shards
         self.device = ranks.device_of(settings.device)
         # Weights to be sharded stay mapped from the file; sharding rounds the slices and moves them to the device.
@@ -64,7 +65,7 @@ class PolicyModels:
 
     def causal(self, model: Any) -> Any:
         """Return the causal LM of `model`, without the wrapper of LoRA adapters."""
-        return model.get_base_model() if self._settings.lora_rank else model
+        return model.get_base_model() if self.settings.lora_rank else model
 
     def is_sharded(self, model: Any) -> bool:
         """Return whether `model`, the trained model or its causal LM, has only a slice of the weights on this rank."""
@@ -76,6 +77,10 @@ class PolicyModels:
         result: R = causal.gathered(function, *args) if self.is_sharded(model) else function(causal, *args)
         return result
 
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context manager that makes forward passes compute in `actor.policy.precision`."""
+        return computing(self.device, self.settings.precision)
+
     @torch.no_grad()
     def renew_sampler(self) -> None:
         """Copy the trained weights into the sampler; collective."""
@@ -86,7 +91,7 @@ class PolicyModels:
 
     def _use_precision(self, model: Any) -> None:
         """Prepare a model for forward passes in `actor.policy.precision`."""
-        if self._settings.precision == "bfloat16":
+        if self.settings.precision == "bfloat16":
             use_bfloat16(self.causal(model), self.causal(model).get_output_embeddings())
 
     def _frozen_copy(self) -> Any:
@@ -102,7 +107,7 @@ class PolicyModels:
 
     def _shard(self, ranks: Ranks) -> None:
         causal = self.causal(self.model)
-        precision = self._settings.precision
+        precision = self.settings.precision
         head = causal.get_output_embeddings()
 
         def prepare(part: Any) -> None:
@@ -122,7 +127,7 @@ class PolicyModels:
     def _to_float32(self, part: Any) -> None:
         """Convert bfloat16 parameters to float32, unless LoRA freezes them."""
         for parameter in part.parameters():
-            if parameter.dtype == torch.bfloat16 and not self._settings.lora_rank:
+            if parameter.dtype == torch.bfloat16 and not self.settings.lora_rank:
                 parameter.data = parameter.data.float()
 
 

@@ -13,11 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -26,13 +25,13 @@ from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, padded
 from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, SamplingJob
-from rlhf_triton.actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.policy.loading import (
     PolicyModels,
     check_lora_targets,
     check_positions,
     load_model,
 )
+from rlhf_triton.actor.policy.logprobs import TokenLogprobs
 from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.language_models import check_language_model
@@ -40,20 +39,15 @@ from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
 from rlhf_triton.config import ActorSection, GenerationSection
 from rlhf_triton.models.adapters import MergedWeights
-from rlhf_triton.models.gpu import GpuStream, to_device
+from rlhf_triton.models.gpu import GpuStream
 from rlhf_triton.models.host_waits import avoid_host_waits
-from rlhf_triton.models.language_model import check_causal
-from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.models.mapped_tensors import map_tensors
-from rlhf_triton.models.output_head import head_logprobs, linear_head
-from rlhf_triton.models.precision import computing, in_float32
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 from rlhf_triton.training_engine.trained import TrainedModel, operations
 
 logger = logging.getLogger(__name__)
-Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
 PROOF_ROWS = 16  # rows of the first rollout on which generation's and a forward pass's log-probs are compared
-MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
+MAX_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
 
 
 def local_generation(policy: Policy, settings: GenerationSection) -> Generation:
@@ -117,6 +111,7 @@ class Policy:
         self.sampler = self._models.sampler
         self.reference = self._models.reference
         self.causal = self._models.causal
+        self.computing = self._models.computing
         # Only a copy can sample during an update; without one, sampling and update share the memory of one stream.
         stream_device = torch.device("cpu") if self.sampler is self.model else self.sampler.device
         self._stream = GpuStream(stream_device)
@@ -138,17 +133,7 @@ class Policy:
         self.trained = TrainedModel(
             causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
         )
-        with in_float32(self.causal(self.sampler)):
-            self._head_is_linear = linear_head(self.causal(self.sampler)) is not None
-            # Shared prompts need a cache, which checkpointed layers do not support.
-            self._shares_prompts = not settings.gradient_checkpointing and can_share(self.causal(self.sampler))
-            # On a GPU a mask would disable the fast attention kernels; padding on the right does not need a mask.
-            self._masks = self.sampler.device.type == "cpu"
-        with self.computing():
-            check_causal(self.causal(self.sampler))
-        if self._shares_prompts and settings.precision == "bfloat16":
-            with self.computing():
-                self._shares_prompts = can_share(self.causal(self.sampler))
+        self.token_logprobs = TokenLogprobs(self._models, temperature=self.temperature, banned_ids=self.banned_ids)
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
@@ -240,7 +225,7 @@ class Policy:
             def fill(chunk: Sequence[int]) -> None:
                 tokens = padded([rows[i].tokens for i in chunk])
                 mask = padded([rows[i].sampled for i in chunk])[:, 1:].float()
-                logprobs = self.token_logprobs(model, tokens, lengths[chunk], mask).cpu().numpy()
+                logprobs = self.token_logprobs.compute(model, tokens, lengths[chunk], mask).cpu().numpy()
                 for i, row_logprobs in zip(chunk, logprobs, strict=True):
                     results[i][1:] = row_logprobs[: len(results[i]) - 1]
 
@@ -271,7 +256,7 @@ class Policy:
     def _logprobs_agree(self, rows: Sequence[RolloutRow]) -> bool:
         pairs = zip(self.logprobs(rows), rows, strict=True)
         difference = max(float(abs(computed - row.logprobs).max()) for computed, row in pairs)
-        if difference <= MOST_DISAGREEMENT:
+        if difference <= MAX_DISAGREEMENT:
             return True
         logger.info(
             "log-probs are recomputed after generation: those from generation differ by up to %.2g nats", difference
@@ -337,82 +322,3 @@ class Policy:
             assert self.settings.lora_rank, "the reference is on the server"
             with self.sampler.disable_adapter():
                 yield self.sampler
-
-    def token_logprobs(self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-probs of `tokens` `[B, S]` under `model`, `[B, S-1]`, differentiable; 0 where `mask` is 0.
-
-        Position t holds the log-prob of token t+1. Logits are computed only for positions inside `mask` `[B, S-1]`. The
-        arguments are on the host, the result on the model's device.
-        """
-        inputs, _ = self.placed(model, tokens, lengths, mask)
-        return self.logprobs_of(model, inputs)[0]
-
-    def placed(
-        self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *others: Tensor
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Copy the inputs of `logprobs_of`, and `others`, to the device of `model` at once; return both."""
-        inside = mask != 0
-        # Not with sharded weights: the number of forward passes would depend on the rows, and so differ between ranks.
-        shares_prompts = self._head_is_linear and self._shares_prompts and not self._models.is_sharded(model)
-        passes = shared_passes(tokens, lengths, inside) if shares_prompts else None
-        inputs = tokens, lengths, *inside.nonzero(as_tuple=True), *(passes or ())
-        placed = to_device(model.device, *inputs, *others)
-        return placed[: len(inputs)], placed[len(inputs) :]
-
-    def logprobs_of(
-        self, model: Any, inputs: Sequence[Tensor], *, entropy: Entropy = "none"
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (log-probs, entropies) as `token_logprobs`, for inputs from `placed`, without waiting for the device.
-
-        An entropy belongs to the distribution that samples token t+1: None with `entropy: none`, differentiable only
-        with `entropy: gradient`.
-        """
-        tokens, _, *positions = inputs[:4]
-
-        def scattered(values: Tensor) -> Tensor:
-            # By indices: with a mask, the host would wait until the GPU has counted its positions.
-            zeros = values.new_zeros(tokens.shape[0], tokens.shape[1] - 1)
-            return zeros.index_put(tuple(positions), values)
-
-        logprobs, entropies = self._models.compute(model, self._response_logprobs, entropy, *inputs)
-        if entropies is None:
-            return scattered(logprobs), None
-        return scattered(logprobs), scattered(entropies if entropy == "gradient" else entropies.detach())
-
-    def _response_logprobs(
-        self,
-        causal: Any,
-        entropy: Entropy,
-        tokens: Tensor,
-        lengths: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        *passes: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs and entropies `[N]` at the N positions (`rows`, `columns`), see `token_logprobs`.
-
-        All tensors are on the model's device; `passes`: from `shared_passes`.
-        """
-        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        if self._masks:
-            columns_of_tokens = torch.arange(tokens.shape[1], device=tokens.device)
-            inputs["attention_mask"] = (columns_of_tokens[None] < lengths[:, None]).long()
-        targets = tokens[rows, columns + 1]
-        sampling: dict[str, Any] = {"temperature": self.temperature, "banned_token_ids": self.banned_ids}
-        if self._head_is_linear:
-            with self.computing():
-                if passes:
-                    hidden = response_hidden(causal.base_model, *passes)
-                else:
-                    hidden = causal.base_model(**inputs)[0][rows, columns]
-            head = causal.get_output_embeddings()
-            return head_logprobs(hidden, head, targets, with_entropy=entropy != "none", **sampling)
-        with self.computing():
-            logits = causal(**inputs).logits[rows, columns]
-        logprobs = target_logprobs(logits, targets, **sampling)
-        logits = logits if entropy == "gradient" else logits.detach()
-        return logprobs, None if entropy == "none" else sampling_entropy(logits, **sampling)
-
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context manager that makes forward passes compute in `actor.policy.precision`."""
-        return computing(self.model.device, self.settings.precision)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ from rlhf_triton.rewards.function import FunctionError
 from rlhf_triton.training_engine.trained import DifferentStatistics
 
 
+@dataclass(frozen=True)
+class PolicyUpdateResult:
+    """The result of an update; the defaults are those of a step that does not train the policy."""
+
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # `train_optim/…`, mostly means over tokens
+    old_logprobs: Tensor | None = None  # float32 [B, S-1], under the policy before; None if they were not recomputed
+
+
 class PolicyUpdate:
     """Trains a policy with one `Method`."""
 
@@ -39,11 +48,9 @@ class PolicyUpdate:
         # update.
         self._recomputes = actor.max_off_policy_steps > 0 and method.settings.old_logprobs == "recomputed"
         self._max_new_tokens = actor.generation.max_new_tokens  # the constant of `loss_mean: constant`
-        self.old_logprobs: Tensor | None = None
-        """float32 [B, S-1], of the last batch under the policy before its update; None if they were not recomputed."""
 
-    def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> dict[str, float]:
-        """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.
+    def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> PolicyUpdateResult:
+        """Train on the batch for `epochs` passes.
 
         If `actor.update.max_kl` is set, the update ends before the first minibatch whose KL from the sampling policy
         exceeds it; `train_optim/minibatches` counts the optimizer steps. Collective: ranks other than 0 pass no batch.
@@ -52,7 +59,9 @@ class PolicyUpdate:
             NotFinite: the gradient of a minibatch is not finite; this minibatch did not change the weights.
         """
         self._ranks.announce("update", seed=seed, kl_coef=kl_coef)
-        batch = self._corrected(self._ranks.broadcast(batch))
+        batch = self._ranks.broadcast(batch)
+        old_logprobs = self._current_logprobs(batch) if self._recomputes else None
+        batch = self._corrected(batch if old_logprobs is None else dataclasses.replace(batch, logprobs=old_logprobs))
         s = self._settings
         contributes = batch.policy_weights.any(-1)
         rows_per_conversation = _rows_per_conversation(batch, contributes)
@@ -90,7 +99,7 @@ class PolicyUpdate:
             optim_step=float(self._trained.optimizer_step),
             lr=self._trained.last_lr,
         )
-        return {f"train_optim/{name}": value for name, value in means.items()}
+        return PolicyUpdateResult({f"train_optim/{name}": value for name, value in means.items()}, old_logprobs)
 
     def _minibatches(self, batch: PPOBatch, generator: torch.Generator) -> list[Tensor]:
         """Return the shuffled rows of each minibatch of all epochs.
@@ -103,11 +112,8 @@ class PolicyUpdate:
         return [rows for order in orders for rows in order.split(size)]
 
     def _corrected(self, batch: PPOBatch) -> PPOBatch:
-        """Return the batch with the correction's importance factors, if any, and the old log-probs they refer to."""
+        """Return the batch with the correction's importance factors, if any."""
         correction = self._method.settings.factors
-        if self._recomputes:
-            self.old_logprobs = self._current_logprobs(batch)
-            batch = dataclasses.replace(batch, logprobs=self.old_logprobs)
         if correction is None or batch.logprobs is None or batch.sampled_logprobs is None:
             return batch
         factors = importance_factors(
@@ -133,7 +139,9 @@ class PolicyUpdate:
             for chunk in self._trained.micro_batches(lengths):
                 rows = chunk or [0]
                 tokens = batch.tokens[rows, : int(lengths[rows].max())]
-                part = policy.token_logprobs(policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1])
+                part = policy.token_logprobs.compute(
+                    policy.model, tokens, lengths[rows], mask[rows, : tokens.shape[1] - 1]
+                )
                 if chunk:
                     logprobs[chunk, : part.shape[1]] = part.to(logprobs)
             return logprobs
@@ -195,13 +203,14 @@ class PolicyUpdate:
         )
         tensors = {name: tensor[rows] for name in names if (tensor := getattr(batch, name)) is not None}
         parts = {name: part[:, : tokens.shape[1] - 1] if part.ndim == 2 else part for name, part in tensors.items()}
-        model_inputs, placed = policy.placed(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
-        part = dict(zip(parts, placed, strict=True))
+        token_logprobs = policy.token_logprobs
+        placed, others = token_logprobs.place(policy.model, tokens, lengths, parts["policy_weights"], *parts.values())
+        part = dict(zip(parts, others, strict=True))
         advantages = part["advantages"]
         weights = part["policy_weights"]
         bonus = method.settings.entropy_bonus
         nll = method.settings.defaults.positive_nll
-        logprobs, entropies = policy.logprobs_of(policy.model, model_inputs, entropy="gradient" if bonus else "value")
+        logprobs, entropies = token_logprobs.of_placed(policy.model, placed, entropy="gradient" if bonus else "value")
         assert entropies is not None
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.

@@ -30,9 +30,9 @@ from rlhf_triton.actor.data.rollout_rows import (
     scores_of,
 )
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.sampling import PolicySampling
-from rlhf_triton.actor.scoring.reference import OwnReference, Reference, ServedReference
+from rlhf_triton.actor.run.timers import Timers
+from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.config import ActorSection, AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
@@ -45,13 +45,20 @@ class Collector:
     """Generates responses to prompts, and scores each one as soon as it ends."""
 
     def __init__(
-        self, settings: ActorSection, policy: Policy, scorer: Scorer, reference: Reference, in_thread: ComputeThread
+        self,
+        settings: ActorSection,
+        policy: Policy,
+        scorer: Scorer,
+        reference: ServedReference | None,
+        in_thread: ComputeThread,
     ) -> None:
+        """`reference`: None if the policy has the reference, or there is none."""
         self.policy = policy
         self.scorer = scorer
         self.in_thread = in_thread
         self.sampling = PolicySampling(policy, in_thread)
-        self._reference = reference if settings.kl.uses_reference else None
+        self._uses_reference = settings.kl.uses_reference
+        self._served_reference = reference if settings.kl.uses_reference else None
         # Otherwise the update computes old log-probs itself, or takes the sampler's.
         self._computes_old = settings.algorithm.old_logprobs == "recomputed" and not settings.max_off_policy_steps
         self._starting = asyncio.Semaphore(MAX_CONCURRENT)  # requests; thousands of rows may be ready at once
@@ -77,8 +84,7 @@ class Collector:
         return self._in_flight(ended)
 
     def _in_flight(self, ended: Sequence[asyncio.Future[Conversation]]) -> GroupInFlight:
-        served = self._reference if isinstance(self._reference, ServedReference) else None
-        return GroupInFlight(self.scorer, served, self._starting, ended)
+        return GroupInFlight(self.scorer, self._served_reference, self._starting, ended)
 
     async def complete(
         self, groups: Sequence[GroupInFlight], *, timers: Timers, with_logprobs: bool = False
@@ -99,15 +105,14 @@ class Collector:
             with timers.phase("generate"):
                 rows = rows_of(await asyncio.gather(*(future for group in groups for future in group.ended)))
             has_old = not self._computes_old and all(row.logprobs is not None for row in rows)
-            if self._reference is not None or (with_logprobs and not has_old):
+            if self._uses_reference or (with_logprobs and not has_old):
                 with timers.phase("logprobs"):
                     logprobs = await self.in_thread(self.policy.sampled_logprobs, rows)
-                rows = [
-                    replace(row, policy_logprobs=row_logprobs) for row, row_logprobs in zip(rows, logprobs, strict=True)
-                ]
-            if isinstance(self._reference, OwnReference):
+                rows = [replace(row, policy_logprobs=each) for row, each in zip(rows, logprobs, strict=True)]
+            if self._uses_reference and self._served_reference is None:
                 with timers.phase("init_logprobs"):
-                    rows = await self.in_thread(self._reference.add_logprobs, rows)
+                    logprobs = await self.in_thread(self.policy.logprobs, rows, reference=True)
+                rows = [replace(row, ref_logprobs=each) for row, each in zip(rows, logprobs, strict=True)]
             if self.scorer.has_critic:
                 with timers.phase("critic_wait"):
                     await asyncio.gather(*(group.versions for group in groups))
@@ -163,7 +168,6 @@ class GroupInFlight:
         self._scorer = scorer
         self._reference = reference
         self._starting = starting
-        self._unit_size = len(ended) if scorer.reward.groupwise else 1
         self._requests = set[asyncio.Task[Any]]()
         self.scored = asyncio.create_task(self._score_group())
 
@@ -173,7 +177,7 @@ class GroupInFlight:
 
     async def _score_group(self) -> list[Conversation]:
         """Wait for the conversations of the group to end; return them scored by one version of the reward model."""
-        units = [self.ended[i : i + self._unit_size] for i in range(0, len(self.ended), self._unit_size)]
+        units = [self.ended] if self._scorer.reward.groupwise else [[conversation] for conversation in self.ended]
         scored = await asyncio.gather(*map(self._score_unit, units))
         return await self._with_one_version([*itertools.chain(*scored)])
 
@@ -196,7 +200,7 @@ class GroupInFlight:
 
     async def _score(self, conversations: list[Conversation]) -> list[Conversation]:
         versions = await asyncio.shield(self.versions)  # cancelling one request must not cancel the future
-        score = functools.partial(self._scorer.score, conversations, self._unit_size, versions=versions)
+        score = functools.partial(self._scorer.score, conversations, versions=versions)
         return await self._timed("scoring", score)
 
     async def _timed(self, name: str, request: Callable[[], Awaitable[T]]) -> T:
@@ -217,7 +221,7 @@ class GroupInFlight:
         for _ in range(MAX_RESCORES):
             if len(_reward_versions(conversations)) < 2:
                 return conversations
-            again = await self._scorer.score(conversations, self._unit_size, versions=self.versions.result())
+            again = await self._scorer.score(conversations, versions=self.versions.result())
             conversations = [tuple(map(_with_new_reward, *pair)) for pair in zip(conversations, again, strict=True)]
         failure = (
             f"the reward model's version changed more than {MAX_RESCORES} times while the rows of a group were scored"

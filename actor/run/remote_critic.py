@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlhf_triton.actor.data.compute import cancel_all
-from rlhf_triton.actor.run.metrics import Metric, Timers
-from rlhf_triton.actor.run.staleness import VersionSteps
+from rlhf_triton.actor.run.staleness import Metric, VersionSteps
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
 from rlhf_triton.config import RunSection

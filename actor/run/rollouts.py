@@ -6,6 +6,7 @@ policy of that moment. A run thus waits for a slow group while the groups of the
 """
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,14 +18,25 @@ from rlhf_triton.actor.data.prompt_reader import Prompt, check_columns
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
 from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, policy_staleness, rows_of
 from rlhf_triton.actor.run.collection import Collector, GroupInFlight, has_spread, num_sampled_tokens
-from rlhf_triton.actor.run.metrics import Timers
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.staleness import needed_update
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.config import ActorSection
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.wire.contract import VersionRange
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group that is to be started."""
+
+    number: int  # its place in the order of prompts
+    prompt: Prompt
+    seed: int  # of its responses
+    index: int  # its place among the groups with this seed
+    after: Positions  # after its prompt
 
 
 @dataclass(frozen=True)
@@ -125,52 +137,51 @@ class Rollouts:
         start = self._in_flight[-1][1] if self._in_flight else self.inputs.positions[step - 1 + bool(repeat)]
         prompts = await self._collector.in_thread(self.inputs.read, count, start)
         check_columns(self._collector.scorer.reward, [prompt for prompt, _ in prompts])
+        planned = [self._plan(prompt, after, i, step, repeat) for i, (prompt, after) in enumerate(prompts)]
         started = dict[int, GroupInFlight]()  # by number
-        jobs = dict[int, dict[int, dict[int, Prompt]]]()  # seed -> number -> prompts by index
-        for i, (prompt, after) in enumerate(prompts):
-            number = after.prompts - 1
-            seed, index = self._seed_of(number, i, step, repeat)
-            taken_by = step + (len(self._in_flight) + i) // self._settings.prompts_per_step
-            group = self._resumed_group(number, seed, prompt, taken_by=taken_by)
-            if group is not None:
-                started[number] = self._collector.start_sampled(group.conversations)
-            else:
-                jobs.setdefault(seed, {})[number] = {index * size + k: prompt for k in range(size)}
-        for seed, by_number in jobs.items():
-            job_prompts = {index: prompt for of_group in by_number.values() for index, prompt in of_group.items()}
-            groups = self._collector.start(job_prompts, seed=seed, group_size=size)
-            for number, in_flight in zip(by_number, groups, strict=True):
-                started[number] = in_flight
+        for place, group in enumerate(planned, len(self._in_flight)):
+            sampled = self._resumed_group(group, taken_by=step + place // self._settings.prompts_per_step)
+            if sampled is not None:
+                started[group.number] = self._collector.start_sampled(sampled.conversations)
+        unsampled = [group for group in planned if group.number not in started]
+        for seed, groups in itertools.groupby(unsampled, lambda group: group.seed):
+            new = [*groups]
+            job_prompts = {group.index * size + k: group.prompt for group in new for k in range(size)}
+            in_flight_groups = self._collector.start(job_prompts, seed=seed, group_size=size)
+            for group, in_flight in zip(new, in_flight_groups, strict=True):
+                started[group.number] = in_flight
                 if self._settings.max_off_policy_steps:
-                    self._record_when_sampled(number, seed, in_flight)
-        self._in_flight += ((started[after.prompts - 1], after) for _, after in prompts)
+                    self._record_when_sampled(group, in_flight)
+        self._in_flight += ((started[group.number], group.after) for group in planned)
 
-    def _seed_of(self, number: int, position: int, step: int, repeat: int) -> tuple[int, int]:
-        """Return the seed of group `number`, the `position`-th that `_start` starts, and its index among that seed's.
+    def _plan(self, prompt: Prompt, after: Positions, position: int, step: int, repeat: int) -> PlannedGroup:
+        """Return the `position`-th group that `_start` starts.
 
         With steps ahead, a step may take a group early, so the seed follows from the number alone, also after a resume.
         """
+        number = after.prompts - 1
         if not self._settings.max_off_policy_steps:
-            return self.inputs.seed_of(step, *([repeat] if repeat else [])), position
+            seed = self.inputs.seed_of(step, *([repeat] if repeat else []))
+            return PlannedGroup(number, prompt, seed, position, after)
         home, index = divmod(number, self._settings.prompts_per_step)
-        return self.inputs.seed_of(home + 1), index
+        return PlannedGroup(number, prompt, self.inputs.seed_of(home + 1), index, after)
 
-    def _resumed_group(self, number: int, seed: int, prompt: Prompt, *, taken_by: int) -> Group | None:
+    def _resumed_group(self, planned: PlannedGroup, *, taken_by: int) -> Group | None:
         """Return the group that an earlier process has sampled, if it is not too old for the step that takes it."""
-        sampling_seed, group = self._resumed.pop(number, (None, Group(())))
-        if sampling_seed != seed or group.conversations[0][0].prompt.prompt_id != prompt.prompt_id:
+        sampling_seed, group = self._resumed.pop(planned.number, (None, Group(())))
+        if sampling_seed != planned.seed or group.conversations[0][0].prompt.prompt_id != planned.prompt.prompt_id:
             return None
         age = policy_staleness(rows_of(group.conversations), taken_by)
         return group if age <= self._settings.max_off_policy_steps else None
 
-    def _record_when_sampled(self, number: int, seed: int, group: GroupInFlight) -> None:
+    def _record_when_sampled(self, planned: PlannedGroup, group: GroupInFlight) -> None:
         """Record a group once it is sampled, unless a conversation has failed: a resumed run tries again."""
 
         def record(sampled: asyncio.Future[list[Conversation]]) -> None:
             if sampled.cancelled() or sampled.exception() is not None:
                 return
             if not any(row.error for row in rows_of(sampled.result())):
-                self._record_sampled(number, seed, Group(tuple(sampled.result())))
+                self._record_sampled(planned.number, planned.seed, Group(tuple(sampled.result())))
 
         asyncio.gather(*group.ended).add_done_callback(record)
 

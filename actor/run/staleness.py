@@ -8,8 +8,7 @@ newest response of critic_train that named the version or an older one.
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from rlhf_triton.actor.run.metrics import Metric
-
+Metric = float | dict[str, int]  # a scalar, or the count of each integer value
 KEPT_VERSIONS = 1000  # bounds memory; rows are scored by recent versions
 
 

@@ -6,7 +6,7 @@ from rlhf_triton.actor.algorithms.batch import make_batch
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
-from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.policy.update import PolicyUpdate, PolicyUpdateResult
 from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.config import RunConfig
 
@@ -36,8 +36,8 @@ class StepTraining:
         """Return whether the policy is trained in `step`, and not the critic alone."""
         return step > self._num_warmup_steps
 
-    def update(self, batch: PPOBatch, seed: int) -> dict[str, float]:
-        """Train the policy on the batch of `policy_batch`; return metrics, see `PolicyUpdate.run`."""
+    def update(self, batch: PPOBatch, seed: int) -> PolicyUpdateResult:
+        """Train the policy on the batch of `policy_batch`, see `PolicyUpdate.run`."""
         return self._policy_update.run(batch, seed=seed, kl_coef=self._state.kl.coef)
 
     def adapt_kl(self, kl_per_sequence: float | None, groups: Sequence[Group]) -> None:

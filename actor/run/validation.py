@@ -24,7 +24,7 @@ from rlhf_triton.actor.data.rollout_rows import (
     text_indices,
 )
 from rlhf_triton.actor.run.collection import Collector
-from rlhf_triton.actor.run.metrics import Timers
+from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.rewards.function import MESSAGES_KEY
 

@@ -1,11 +1,10 @@
-"""Reference log-probs, from the actor's own copy of the frozen policy or from tritonserver."""
+"""Reference log-probs from tritonserver, in place of the actor's own copy of the frozen policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
@@ -15,24 +14,8 @@ from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
-from rlhf_triton.config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE, id_ranges
-
-
-@dataclass(frozen=True)
-class OwnReference:
-    """The reference in the actor: a copy or, with LoRA, the policy with its adapters disabled."""
-
-    policy: Policy
-
-    async def compare(self) -> None:
-        """No-op: the reference comes from the policy itself."""
-
-    def add_logprobs(self, rows: Sequence[RolloutRow]) -> list[RolloutRow]:
-        """Return the rows with reference log-probs. Blocks: call it in the compute thread."""
-        logprobs = self.policy.logprobs(rows, reference=True)
-        return [replace(row, ref_logprobs=ref) for row, ref in zip(rows, logprobs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -105,13 +88,3 @@ class ServedReference:
             failure = f"{REFERENCE} returned log-probs that are not finite for a response"
             results.append(logprobs if is_finite else failure)
         return results
-
-
-Reference: TypeAlias = OwnReference | ServedReference
-
-
-def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> Reference:
-    """Create the reference that `actor.kl.reference` selects."""
-    if not config.actor.kl.serves_reference:
-        return OwnReference(policy)
-    return ServedReference(client, policy, config.reference.model)

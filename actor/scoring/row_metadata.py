@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.scoring.row_texts import RowText
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
 from rlhf_triton.rewards.groups import GROUP_KEY
 from rlhf_triton.wire.chats import TEMPLATE_COLUMNS
 
 
-def row_metadata(
-    reward: ServedModel, prompt: Prompt, response: str, group: int, reply: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
+def row_metadata(reward: ServedModel, text: RowText) -> dict[str, Any]:
     """Return a row's metadata: columns and texts for reward functions, or the chat or response for a reward model.
 
-    A reward model refuses a row with a reply that is too long for it; it would truncate a mere text.
-
-    Args:
-        group: the row's group within the request, sent if a function is groupwise.
-        reply: messages of a conversation with an environment, from the policy's first message on.
+    A reward model refuses a row with a reply that is too long for it; it would truncate a mere text. If a function is
+    groupwise, a request has a single group.
     """
+    prompt, response, reply = text
     if not reward.reads_texts:
         if MESSAGES_KEY not in prompt.metadata:
             return {RESPONSE_KEY: response}
@@ -32,4 +27,4 @@ def row_metadata(
         return {MESSAGES_KEY: prompt.metadata[MESSAGES_KEY], **options, **empty, **last_message}
     prompt_text = {} if MESSAGES_KEY in prompt.metadata else {PROMPT_KEY: prompt.text}
     texts = {**prompt_text, RESPONSE_KEY: response, **({REPLY_KEY: [*reply]} if reply else {})}
-    return {**prompt.metadata, **texts, **({GROUP_KEY: group} if reward.groupwise else {})}
+    return {**prompt.metadata, **texts, **({GROUP_KEY: 0} if reward.groupwise else {})}

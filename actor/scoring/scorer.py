@@ -8,23 +8,22 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlhf_triton.actor.data.compute import map_concurrently
-from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, fit_float32, text_indices
+from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, fit_float32
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
-from rlhf_triton.actor.scoring.step_ends import tokens_covering
+from rlhf_triton.actor.scoring.row_texts import read_text, tokens_at
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.rewards.function import MESSAGES_KEY, last_reply
+from rlhf_triton.rewards.function import MESSAGES_KEY
 from rlhf_triton.wire.contract import (
     CRITIC,
     MODEL_TERM,
@@ -127,19 +126,18 @@ class Scorer:
             ) from error
 
     async def score(
-        self, conversations: Sequence[Conversation], group_size: int = 1, *, versions: VersionRange | None = None
+        self, conversations: Sequence[Conversation], *, versions: VersionRange | None = None
     ) -> list[Conversation]:
         """Return the conversations with rewards in their last rows, and values with the critic's version in all rows.
 
         Args:
-            group_size: number of consecutive conversations that a groupwise reward function receives together.
+            conversations: a groupwise reward function receives all of them together.
             versions: versions of the critic that may compute the values; None: any.
         """
         ends = [conversation[-1] for conversation in conversations]
         earlier_rows = [row for conversation in conversations for row in conversation[:-1]]
-        unit = group_size if self.reward.groupwise else 1
-        request = functools.partial(self._request_scores, group_size, versions)
-        chunks = [ends[i : i + unit] for i in range(0, len(ends), unit)]
+        request = functools.partial(self._request_scores, versions)
+        chunks = [ends] if self.reward.groupwise else [[end] for end in ends]
         scored, valued = await asyncio.gather(
             map_concurrently(lambda chunk: self._score_rows(chunk, request), chunks),
             self.add_values(earlier_rows, versions),
@@ -175,7 +173,7 @@ class Scorer:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
 
     async def _request_scores(
-        self, group_size: int, versions: VersionRange | None, samples: Sequence[RolloutRow]
+        self, versions: VersionRange | None, samples: Sequence[RolloutRow]
     ) -> dict[str, np.ndarray]:
         if not self._has_rewards:
             return await self._request_values(versions, samples) if self.has_critic else {}
@@ -183,7 +181,7 @@ class Scorer:
         wanted = self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:
-            metadata, texts, pairs = await asyncio.to_thread(self.text_inputs, samples, group_size)
+            metadata, texts, pairs = await asyncio.to_thread(self.text_inputs, samples)
         options: dict[str, Any] = {}
         if self.reward.granularity is not None:
             wanted = (*wanted, STEP_REWARDS, STEP_ENDS)
@@ -200,21 +198,18 @@ class Scorer:
         return {**values, **answer}
 
     def text_inputs(
-        self, samples: Sequence[RolloutRow], group_size: int
+        self, samples: Sequence[RolloutRow]
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return (metadata, sentences, second texts of pairs) of rows; None for texts that are not sent.
 
         For a chat, a sentence is only the response, because the messages are sent as metadata.
         """
-        parts = [self._prompt_and_response(sample) for sample in samples]
-        metadata = [
-            row_metadata(self.reward, prompt, response, i // group_size, reply)
-            for i, (prompt, response, reply) in enumerate(parts)
-        ]
+        texts = [read_text(sample, self._tokenizer) for sample in samples]
+        metadata = [row_metadata(self.reward, text) for text in texts]
         if not self.sends_sentences:
             return metadata, None, None
-        prompts = ["" if MESSAGES_KEY in prompt.metadata else prompt.text for prompt, _, _ in parts]
-        responses = [response for _, response, _ in parts]
+        prompts = ["" if MESSAGES_KEY in text.prompt.metadata else text.prompt.text for text in texts]
+        responses = [text.response for text in texts]
         if self.reward.takes_pairs:
             return metadata, prompts, responses
         return metadata, [*map(operator.add, prompts, responses)], None
@@ -263,7 +258,7 @@ class Scorer:
         rewards = rewards[ends >= 0]
         ends = ends[ends >= 0]
         if self.sends_sentences:
-            ends = self._ends_on_tokens(row, ends)
+            ends = tokens_at(row, ends, self._tokenizer)
         # A step may contain or be text of an environment, whose tokens the policy did not sample.
         last_sampled = np.maximum.accumulate(np.where(row.sampled, np.arange(len(row.tokens)), -1))
         places = np.where(last_sampled[ends] < 0, row.sampled.argmax(), last_sampled[ends])
@@ -278,57 +273,6 @@ class Scorer:
             if name != MODEL_TERM and np.isfinite(value)
         )
         return dataclasses.replace(score, steps=steps, ends=has_reward, outcome=outcome)
-
-    def _ends_on_tokens(self, sample: RolloutRow, ends: np.ndarray) -> np.ndarray:
-        """Return the indices of the tokens that contain the characters `ends` of the sentence that was sent."""
-        first = self._reply_start(sample)
-        row = sample.tokens
-        places = text_indices(sample, self._tokenizer)
-        shift = 0
-        if self._is_chat(sample):
-            places = [index for index in places if index >= first]
-        else:
-            shift = len(self._decode(row[:first].tolist())) - len(sample.prompt.text)
-        counts = tokens_covering((ends + shift).clip(0).tolist(), self._tokenizer, row[places].tolist())
-        # The end tokens of the response, which have no text, belong to its last step.
-        at = [first, *places]
-        return np.array([len(row) - 1 if count is None else max(first, at[count]) for count in counts], np.int64)
-
-    @staticmethod
-    def _is_chat(sample: RolloutRow) -> bool:
-        return MESSAGES_KEY in sample.prompt.metadata
-
-    def _reply_start(self, sample: RolloutRow) -> int:
-        """Return the index of the response's first token; in a chat with an environment, of the policy's last turn."""
-        if sample.turns and self._is_chat(sample):
-            return sample.turns[-1].start
-        return len(sample.prompt.tokens)
-
-    def _prompt_and_response(self, sample: RolloutRow) -> tuple[Prompt, str, Sequence[Mapping[str, Any]]]:
-        """Return (prompt, response, messages from the policy's first one on); no messages without an environment.
-
-        For a text, prompt and response concatenate to the row's text. For a chat with an environment, the response is
-        the policy's last message, and the prompt has all messages before it.
-        """
-        prompt = sample.prompt
-        start = self._reply_start(sample)
-        row = sample.tokens.tolist()
-        if not (sample.turns and self._is_chat(sample)):
-            ids = [row[index] for index in text_indices(sample, self._tokenizer)]
-            before, whole = ("", "") if self._is_chat(sample) else map(self._decode, (row[:start], ids))
-            is_continued = whole.startswith(before) and before
-            return prompt, whole[len(before) :] if is_continued else self._decode(ids[start:]), ()
-        reply = sample.messages
-        last = last_reply(sample.messages)
-        metadata = {
-            **prompt.metadata,
-            MESSAGES_KEY: [*prompt.metadata[MESSAGES_KEY], *reply[sample.num_prompt_messages : last]],
-        }
-        text = self._decode(row[:start])
-        return dataclasses.replace(prompt, text=text, metadata=metadata), reply[last]["content"], reply
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode([*ids], skip_special_tokens=False))
 
 
 def _single_version(versions: np.ndarray, rows: int) -> int:

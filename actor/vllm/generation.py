@@ -17,7 +17,8 @@ from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.generation.generation import Generation, JobSource
 from rlhf_triton.actor.generation.row_sources import IsPaused, NewRow, RowId, SamplingJob
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, PolicyVersions, VllmConnection, token_rules
+from rlhf_triton.actor.vllm.connection import BAN_BIAS, HINT, VllmClient, token_rules
+from rlhf_triton.actor.vllm.policy_versions import PolicyServer, PolicyVersions
 from rlhf_triton.client.errors import ReplyLost
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
@@ -28,7 +29,7 @@ MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
 POLL_S = 0.002
 DEADLINE_S = 600.0  # for one response, or for loading a version of the weights
-SLOWEST_TOKEN_S = 0.1  # a long response may take longer, unless it gets fewer tokens a second
+MAX_S_PER_TOKEN = 0.1  # a long response may take longer, unless it gets fewer tokens a second
 
 
 class VllmGeneration(Generation):
@@ -62,7 +63,7 @@ class VllmGeneration(Generation):
         self._is_serving = False
         self._wake_loop: Callable[[], None] = lambda: None
         self._sources: set[JobSource] = set()
-        self._connections: list[VllmConnection] = []
+        self._connected: list[PolicyServer] = []
         self._is_closed = False
         self._is_dropping = False
         self._budget = RetryBudget(RETRY_RESERVE)
@@ -137,20 +138,19 @@ class VllmGeneration(Generation):
                 loop.call_soon_threadsafe(changed.set)
 
         self._wake_loop = wake
-        self._connections = []
+        self._connected = []
 
-        def connect(url: str) -> VllmConnection:
-            connection = VllmConnection(
+        def connect(url: str) -> PolicyServer:
+            client = VllmClient(
                 url,
-                versions=self._versions,
-                is_adapter=self._is_adapter,
                 limit=self._settings.batch_size,
-                deadline_s=max(DEADLINE_S, SLOWEST_TOKEN_S * self._settings.max_new_tokens),
+                deadline_s=max(DEADLINE_S, MAX_S_PER_TOKEN * self._settings.max_new_tokens),
                 checked=self._checked,
                 vocab_size=self._policy.vocab_size,
             )
-            self._connections.append(connection)
-            return connection
+            server = PolicyServer(client, self._versions, is_adapter=self._is_adapter)
+            self._connected.append(server)
+            return server
 
         pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
         limit = asyncio.Semaphore(self._settings.batch_size)
@@ -173,14 +173,14 @@ class VllmGeneration(Generation):
                 if waiting.done():
                     changed.clear()
                     waiting = asyncio.create_task(changed.wait())
-                    for connection in self._connections:
-                        connection.renew()
+                    for server in self._connected:
+                        server.renew()
         finally:
             self._is_serving = False
             await cancel_all([waiting, *tasks])
             await pool.close()
 
-    async def _respond(self, job: SamplingJob, pool: ServerPool[VllmConnection], limit: asyncio.Semaphore) -> None:
+    async def _respond(self, job: SamplingJob, pool: ServerPool[PolicyServer], limit: asyncio.Semaphore) -> None:
         """Respond to the prompts of a job."""
         row_source = self._new_source()
         greedy = job.greedy
@@ -198,7 +198,7 @@ class VllmGeneration(Generation):
             async with limit:
                 attempts = Attempts(MODEL, self._client, self._budget, repeats_late=False, session=session)
                 try:
-                    turn = await pool.request(attempts, lambda connection: connection.generate(row.tokens, sampling))
+                    turn = await pool.request(attempts, lambda server: server.generate(row.tokens, sampling))
                 except ReplyLost as error:  # only this response fails: counted and masked, and the run continues
                     turn = PolicyTurn([], ended=False, logprobs=[], versions=[], error=str(error))
             row_source.deliver(row.id, self._check_turn(turn))

@@ -417,10 +417,7 @@ def fingerprint_model(folder: Path) -> str:
 
 
 def is_same_model(stored: str, now: str) -> bool:
-    """Return whether a stored fingerprint is that of a model; hashes that it lacks are not compared.
-
-    Releases up to 0.1.0 stored only the first hash.
-    """
+    """Return whether a stored fingerprint is that of a model; hashes that it lacks are not compared."""
     return now.startswith(stored)
 
 

@@ -300,7 +300,7 @@ def _failure(status: HTTPStatus, message: str) -> RowResult:
 
 def _failed(error: RequestFailed) -> RowResult:
     if isinstance(error, RequestRefused):
-        return _failure(HTTPStatus.BAD_REQUEST, _row_message(error.why))
+        return _failure(HTTPStatus.BAD_REQUEST, _with_names_of_rows(error.why))
     is_executed = isinstance(error, ServerFailed)
     return _failure(HTTPStatus.BAD_GATEWAY if is_executed else HTTPStatus.SERVICE_UNAVAILABLE, str(error))
 
@@ -322,7 +322,7 @@ def _requests(rows: Sequence[Row], max_characters: int) -> list[list[int]]:
     return parts
 
 
-def _row_message(message: str) -> str:
+def _with_names_of_rows(message: str) -> str:
     """Return the server's message about the only row of a request without tensors and the row's index."""
     message = message.replace(f"{METADATA}[0].{MESSAGES}", MESSAGES)
     return ROW_IN_MESSAGE.sub(lambda match: OUR_NAMES[match[1]] + (f"[{match[2]}]" if match[2] else ""), message)

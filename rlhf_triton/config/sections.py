@@ -111,6 +111,11 @@ class RunSection(Section):
         return self.dir / "journal"
 
     @property
+    def sample_journal_dir(self) -> Path:
+        """Folder of the journal of samples."""
+        return self.dir / "sample_journal"
+
+    @property
     def weights_dir(self) -> Path:
         """Folder of the critic's weights store."""
         return self.dir / "weights" / "critic"

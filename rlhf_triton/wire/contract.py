@@ -182,7 +182,7 @@ class ContractError(RlhfError, ValueError):
     """A request violates the contract; the message names the field and the value."""
 
     @property
-    def of_only_row(self) -> str:
+    def message_without_row(self) -> str:
         """The message without the row's index, for a caller with a single row."""
         return str(self).removeprefix(f"{METADATA}[0]").removeprefix(f"{SENTENCES}[0]").lstrip(".: ")
 

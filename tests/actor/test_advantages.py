@@ -56,21 +56,9 @@ RLAX = [
 TIANSHOU_VALUES = [[0.0, 2.0, 3.0, 4.0], [0.0, 5.0, 6.0, 7.0], [0.0, 8.0, 9.0, 10.0]]
 TIANSHOU_REWARDS = [[101.0, 102, 103, 200], [104, 105, 106, 201], [107, 108, 109, 202]]
 ENDED = [[454.8344, 376.1143, 291.298, 200.0], [464.561, 383.1085, 295.387, 201.0], [474.2876, 390.1027, 299.476, 202]]
-TRUNCATED = [[454.0109, 375.2386, 290.3669, 199.01], [462.9138, 381.3571, 293.5248, 199.02], ENDED[2]]
-BOOTSTRAPPED = [[*row[:3], row[3] + 0.99 * v] for row, v in zip(TIANSHOU_REWARDS, (-1.0, -2.0, 0.0), strict=True)]
 GAE = {  # values, rewards, mask, gamma, lam; advantages, returns or None, tolerance of who published them
     # deltas: 0 + .5*2 - 1 = 0; 0 + .5*4 - 2 = 0; 6 - 4 = 2. A: 2, .25*2 = .5, .25*.5 = .125
     "by hand": ([[1, 2, 4]], [[0, 0, 6]], [[1, 1, 1]], 0.5, 0.5, [[0.125, 0.5, 2]], [[1.125, 2.5, 6]], 0),
-    "reference, section 8": (
-        [[0, 1, 2, 3]],
-        [[0, 0, 1, 0]],
-        [[1] * 4],
-        0.5,
-        0.0,
-        [[0.5, 0, 0.5, -3]],
-        [[0.5, 1, 2.5, 0]],
-        0,
-    ),
     # V = 1, 3; r = 0, 5: deltas 0 + 3 - 1 = 2, 5 - 3 = 2; A: 2, 2 + .5*2 = 3
     "a gap in the mask": (
         [[1, 999, 3]],
@@ -111,23 +99,9 @@ GAE = {  # values, rewards, mask, gamma, lam; advantages, returns or None, toler
         )
         for lam, _, second in RLAX
     },
-    # thu-ml/tianshou, test/base/test_returns.py, test_episodic_returns: lambda 1, no critic.
-    "tianshou, Monte Carlo": (
-        [[0] * 3] * 4,
-        [[1, 2, 3], [4, 5, 0], [6, 7, 0], [3, 4, 5]],
-        [[1] * 3, [1, 1, 0], [1, 1, 0], [1] * 3],
-        0.1,
-        1.0,
-        None,
-        [[1.23, 2.3, 3], [4.5, 5, 0], [6.7, 7, 0], [3.45, 4.5, 5]],
-        0,
-    ),
-    # The same file, its critic case. Its array holds V of the next state. V of the first state is in no step's target:
-    # 0 here, any number would do. Its truncated episodes bootstrap from V = -1 and -2 after the last step.
+    # thu-ml/tianshou, test/base/test_returns.py, test_episodic_returns, its critic case. Its array holds V of the next
+    # state. V of the first state is in no step's target: 0 here, any number would do.
     "tianshou": (TIANSHOU_VALUES, TIANSHOU_REWARDS, [[1] * 4] * 3, 0.99, 0.95, None, ENDED, 1e-3),
-    "tianshou, truncated": (TIANSHOU_VALUES, BOOTSTRAPPED, [[1] * 4] * 3, 0.99, 0.95, None, TRUNCATED, 1e-3),
-    # NVIDIA-NeMo/RL, tests/unit/algorithms/test_ppo.py, test_gae_gamma_lambda_zero.
-    "NeMo RL": ([[1, 2, 3]], [[0, 0, 5]], [[1, 1, 1]], 1.0, 0.0, [[1, 1, 2]], None, 0),
 }
 
 

@@ -32,7 +32,7 @@ from rlhf_triton.actor.algorithms.batch import (
 from rlhf_triton.actor.algorithms.sample_metrics import distinct_bigrams, process_metrics, rollout_metrics, text_metrics
 from rlhf_triton.actor.algorithms.stages import RewardShaper, RunningMoments
 from rlhf_triton.actor.data.recorded import SampledTurn
-from rlhf_triton.actor.data.rollout_rows import Score
+from rlhf_triton.actor.data.rollout_rows import Score, failure_of
 from rlhf_triton.actor.run.validation import explained_by_values
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
 from rlhf_triton.errors import RlhfError
@@ -234,6 +234,7 @@ def test_distinct_bigrams_is_the_share_of_unique_bigrams():
     ],
 )
 def test_too_many_failures_stop_the_run(scored, allowed, stops):
+    """The policy needs a score, and cannot learn from those of dropped groups."""
     found = [(row,) for row in scored_samples(scored=scored)]
     if not stops:
         return check_failures(found, allowed)
@@ -243,6 +244,9 @@ def test_too_many_failures_stop_the_run(scored, allowed, stops):
         match=rf"{scored.count(False)} of 4 rewards .* \(prompts {first}(, [^ ,]+)*\): 503.*_fraction \({allowed:g}\)",
     ):
         check_failures(found, allowed)
+    missing = [each for each in found if failure_of(each)]
+    with pytest.raises(RlhfError, match="and the policy needs at least one"):
+        check_failures(missing, 1.0, dropped=[each for each in found if not failure_of(each)])
 
 
 # ---- algorithms ----

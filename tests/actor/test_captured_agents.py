@@ -15,6 +15,7 @@ from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, unif
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
+from rlhf_triton.actor.scoring.row_texts import RowText
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
@@ -55,7 +56,7 @@ def test_each_call_is_sampled_from_the_conversations_tokens_so_far(agents, model
     for i, rows in enumerate(found):
         row = rows[-1]
         assert row.error == ""
-        assert row_metadata(ServedModel(), row.prompt, "", 0)["tools"] == tools
+        assert row_metadata(ServedModel(), RowText(row.prompt, ""))["tools"] == tools
         said = [message["content"] for message in row.messages]
         assert said[1::2] == [f"More {i}." for i in range(len(said) // 2)]
         for number, turn in enumerate(row.turns, 1):

@@ -48,6 +48,7 @@ from rlhf_triton.actor.run.collection import has_spread
 from rlhf_triton.actor.run.validation import Validation, read_texts, samples, turn_tokens
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
+from rlhf_triton.actor.scoring.row_texts import RowText, tokens_at
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
@@ -186,7 +187,7 @@ def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents):
     replies = [call % 2, call % '"x', "<tool_call>[]</tool_call>", call % 1 + call % 1, "Done."]
     agent = agents("IncrementEnv", max_tokens=2000)
     found, _ = talk(agent, replies, prompt)
-    assert row_metadata(ServedModel(), found.prompt, "Done.", 0)["tools"] == agent._chat.tools
+    assert row_metadata(ServedModel(), RowText(found.prompt, "Done."))["tools"] == agent._chat.tools
     assert found.prompt.text.startswith("<|im_start|>system\nincrement<|im_end|>")
     said = [message["content"] for message in found.messages if message["role"] == "tool"]
     assert (said[0], said[3:]) == ("2", ["3", "4"])
@@ -353,7 +354,7 @@ def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokeniz
     scorer = Scorer(None, tokenizer)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,))
     scorer.sends_sentences = True
-    (chat, text), sentences, _ = scorer.text_inputs(ends, 1)
+    (chat, text), sentences, _ = scorer.text_inputs(ends)
     completion = [
         assistant("one"),
         user("2 left after one"),
@@ -365,7 +366,7 @@ def test_reward_functions_receive_all_messages_of_a_conversation(agents, tokeniz
     assert chat["messages"] == [user("Play. 3 left, seed 5."), *completion[:-1]]
     assert (chat["response"], sentences[0]) == ("three", "three")
     assert Sample("", metadata=chat).prompt == completion[-2]["content"]
-    places = scorer._ends_on_tokens(ends[0], np.array([3, 5]))
+    places = tokens_at(ends[0], np.array([3, 5]), tokenizer)
     assert places.tolist() == [ends[0].turns[-1].start + 2, len(ends[0].tokens) - 1]
     echo = load_function(f"{CLASSES.with_name('trl_functions.py')}:echo")
     for metadata, prompt, said in (
@@ -424,7 +425,6 @@ def unscored(rows):
     [
         (TOKENIZER, True, False, 3),
         (TOKENIZER, False, False, 3),
-        (REWRITING, True, True, 2),
         (REWRITING, True, True, 9),
         (REWRITING, False, True, 3),
     ],
@@ -722,6 +722,6 @@ def test_reply_keeps_its_special_tokens_for_rewards_environments_and_reports(age
     assert read_texts([(sample,)], THOUGHTS)[0]["response"] == text
     scorer = Scorer(None, THOUGHTS)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,))
-    assert scorer.text_inputs([sample], 1)[0] == [{"prompt": "Play.", "response": text}]
+    assert scorer.text_inputs([sample])[0] == [{"prompt": "Play.", "response": text}]
     said = talk(agents("Countdown", THOUGHTS), [text, text], tokenizer=THOUGHTS)[0]
     assert [message["content"] for message in said.messages] == [text, f"1 left after {text}", text]

@@ -310,7 +310,7 @@ def test_recurrent_model_falls_back_to_transformers_generate(caplog):
 
 @pytest.mark.parametrize(
     ("lengths", "scale"),
-    [([3, 8, 20], 1), ([7, 7, 7, 7], 1), ([9], 1), ([1, 1], 1), ([2, 30, 30, 30], 1), ([3, 8, 20, 5], 0.005)],
+    [([3, 8, 20], 1), ([7, 7, 7, 7], 1), ([1, 1], 1), ([3, 8, 20, 5], 0.005)],
     ids=str,
 )
 def test_slot_decoding_is_disabled_if_its_probabilities_differ_from_a_plain_forward(lengths, scale, caplog):

@@ -162,7 +162,7 @@ def test_documented_loss_and_advantage_examples_work(tmp_path, checkpoint):
     check_masked_loss(loss)
     check_on_policy_gradient(loss)
     policy = trainable_policy(model=checkpoint, loss=f"{documented}:loss", lr=1e-2, minibatch_size=2)
-    found = update_of(policy).run(random_batch([6, 5, 7, 4], prompt=2, seed=0), seed=0, kl_coef=0.0)
+    found = update_of(policy).run(random_batch([6, 5, 7, 4], prompt=2, seed=0), seed=0, kl_coef=0.0).metrics
     assert found["train_optim/minibatches"] == 2
     assert 0 <= found["train_optim/truncated"] <= 1
     own = {"algorithm_name": "reinforce++", "advantage": f"{documented}:advantage", "responses_per_prompt": 4}

@@ -83,11 +83,6 @@ def drop(folder, *names):
     change_tensors(folder, lambda own: [own.pop(name) for name in names])
 
 
-def forget(folder, key):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({name: config[name] for name in config if name != key}))
-
-
 def rename(folder, name, other):
     add_tensors(folder, {other: load_file(folder / "model.safetensors")[name]})
     drop(folder, name)
@@ -103,9 +98,7 @@ BY_NAME = "it does not use "
 # What the folder is, how it is made, and what is refused; whether the headers show it, before anything is loaded.
 NO_POLICIES = {
     "reward": ("llama", "reward", str, f"{NO_OUTPUT}.*, and {BY_NAME}score.weight", True),
-    "critic": ("llama", "critic", str, f"{BY_NAME}score.bias, score.weight", True),
     "body": ("qwen2", "body", str, NO_OUTPUT, True),
-    "tied reward": ("gpt2", "reward", str, f"model: {BY_NAME}score.weight", True),
     "tied classifier": ("gpt2", "critic", str, f"{BY_NAME}classifier.bias, classifier.weight", True),
     "its class lies": (
         "llama",
@@ -144,7 +137,6 @@ NO_POLICIES = {
         f"{BY_NAME}normalizer.mean",
         False,
     ),
-    "no head, unsaid": ("llama", "body", lambda f: forget(f, "tie_word_embeddings"), r"have no lm_head\.weight", False),
     "too many layers": (
         "llama",
         "language",
@@ -194,7 +186,6 @@ POLICIES = {
         lambda f: change_config(f, architectures=["LlamaForSequenceClassification"]),
     ),
     "old buffers": ("gpt2", "language", lambda f: add(f, h__0__attn__masked_bias=(1,), h__0__attn__bias=(1, 1, 9, 9))),
-    "rotary buffers": ("llama", "language", lambda f: add(f, model__layers__0__self_attn__rotary_emb__inv_freq=(4,))),
     "another name of the output layer": ("gpt-neox", "language", str),
 }
 

@@ -39,13 +39,13 @@ def make_batch(policy, *, width=LONGEST, **changes):
     padded = {name: torch.nn.functional.pad(x, (0, width - LONGEST)) for name, x in wide.items()}
     batch = replace(drawn, **padded, positive=torch.arange(len(LENGTHS)) % 2 == 0)
     with torch.no_grad():
-        logprobs = policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask).cpu()
+        logprobs = policy.token_logprobs.compute(policy.model, batch.tokens, batch.lengths, batch.mask).cpu()
     return replace(batch, logprobs=logprobs, ref_logprobs=logprobs + 0.1 * (batch.ref_logprobs + 2), **changes)
 
 
 def updated(policy, batch, *, kl_coef=0.1):
     """Return the statistics by the part of their name after the slash, and all weights after the update."""
-    found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef)
+    found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef).metrics
     return {name.removeprefix("train_optim/"): value for name, value in found.items()}, weights_of(policy)
 
 
@@ -257,11 +257,14 @@ def test_non_finite_gradient_raises_and_changes_no_weights(checkpoint):
 def test_update_skips_rows_and_minibatches_without_weight(checkpoint, monkeypatch):
     policy = make_policy(checkpoint)
     before = weights_of(policy)
-    forward = policy.logprobs_of
+    forward = policy.token_logprobs.of_placed
     rows = []
-    monkeypatch.setattr(
-        policy, "logprobs_of", lambda model, inputs, **k: (rows.append(len(inputs[0])), forward(model, inputs, **k))[1]
-    )
+
+    def watched(model, placed, **entropy):
+        rows.append(len(placed.tokens))
+        return forward(model, placed, **entropy)
+
+    monkeypatch.setattr(policy.token_logprobs, "of_placed", watched)
     weights = make_batch(policy).mask
     rows.clear()
     stats, found = updated(policy, make_batch(policy, policy_weights=0 * weights))

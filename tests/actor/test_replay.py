@@ -23,12 +23,12 @@ from training_runs import PPO, Server, go, go_until, make_ppo
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.loop import TrainingRun
 from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.replay.recorded_steps import OLD_LOGPROBS, describe_samples, find_steps
+from rlhf_triton.actor.replay.sample_journal import SampleJournal
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints
-from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, describe_samples, find_steps, samples_of
-from rlhf_triton.actor.run.sample_journal import SampleJournal
 from rlhf_triton.actor.run.settings import actor_checkpoints, find_changes, write_settings
 from rlhf_triton.client.client import TrainAnswer
-from rlhf_triton.config import RunConfig, load_config, parse_config
+from rlhf_triton.config import RunConfig, RunSection, load_config, parse_config
 from rlhf_triton.store.durable import numbers_in
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import read_jsonl
@@ -42,6 +42,11 @@ from rlhf_triton.tools.report.samples import shown_steps
 from rlhf_triton.trainer.sidecar import run_sidecar
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import train_payload
+
+
+def journal_dir(run_dir):
+    return RunSection(dir=run_dir).sample_journal_dir
+
 
 SETTINGS = {
     "algorithm_name": "grpo",
@@ -99,7 +104,7 @@ def test_steps_replay_identically_across_a_resume(grpo, capsys):
 def test_other_methods_replay_identically(settings, tmp_path, checkpoints, capsys):
     train(tmp_path, checkpoints, steps=2, **settings)
     assert replay(tmp_path, 1, 2) == 0, capsys.readouterr().out
-    record = find_steps(samples_of(tmp_path), 1, 2).step(2)
+    record = find_steps(journal_dir(tmp_path), 1, 2).step(2)
     assert (OLD_LOGPROBS in record.arrays) == ("correction" in settings)
 
 
@@ -136,7 +141,7 @@ def test_groups_are_on_disk_before_their_update(tmp_path, checkpoints, monkeypat
     monkeypatch.setattr(PolicyUpdate, "run", crash)
     with pytest.raises(OSError, match="crash"):
         train(tmp_path / "run", checkpoints, steps=1)
-    found = find_steps(samples_of(tmp_path / "crashed"), 1, 1)
+    found = find_steps(journal_dir(tmp_path / "crashed"), 1, 1)
     assert ([*found.groups], [*found.steps]) == ([(1, 0), (1, 1)], [])
 
 
@@ -161,7 +166,7 @@ def test_step_is_on_disk_before_the_checkpoint_of_a_stop(tmp_path, checkpoints, 
     monkeypatch.setattr(RunCheckpoints, "save_last", save_and_copy)
     go_until(run, run.policy_update, "run", 2)
     assert saved_steps(actor_checkpoints(tmp_path / "killed")) == [2]
-    assert [*find_steps(samples_of(tmp_path / "killed"), 1, 3).steps] == [1, 2]
+    assert [*find_steps(journal_dir(tmp_path / "killed"), 1, 3).steps] == [1, 2]
 
 
 def journal_of(run_dir, **actor):
@@ -178,7 +183,7 @@ def test_resume_removes_the_steps_after_its_checkpoint(copy):
     journal = journal_of(copy)
     journal.resume(2)
     journal.close()
-    assert [*find_steps(samples_of(copy), 1, 4).steps] == [1, 2]
+    assert [*find_steps(journal_dir(copy), 1, 4).steps] == [1, 2]
 
 
 def test_resumes_after_one_checkpoint_keep_one_record_of_a_group_in_flight(copy):
@@ -195,12 +200,12 @@ def test_resumes_after_one_checkpoint_keep_one_record_of_a_group_in_flight(copy)
         if start == 0:
             journal.add_sampled(9, 1, group)
         journal.close()
-    records = [record for step in (4, 5) for _, record in read_records(samples_of(copy), step)]
+    records = [record for step in (4, 5) for _, record in read_records(journal_dir(copy), step)]
     assert [record.header["number"] for record in records if record.header["kind"] == "sampled"] == [9]
 
 
 def test_damaged_groups_in_flight_are_sampled_again(copy, caplog):
-    path = samples_of(copy) / "4" / "1"
+    path = journal_dir(copy) / "4" / "1"
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.write_bytes(data)
@@ -212,8 +217,8 @@ def test_damaged_groups_in_flight_are_sampled_again(copy, caplog):
 def rewrite(folder, change):
     """Write the samples again with changed records."""
     old = folder / "old"
-    samples_of(folder).rename(old)
-    log = RecordLog(samples_of(folder))
+    journal_dir(folder).rename(old)
+    log = RecordLog(journal_dir(folder))
     for step in numbers_in(old):
         for _, record in read_records(old, step):
             log.append(step, lambda record=record: [change(record)])
@@ -266,7 +271,7 @@ def test_replay_names_each_difference_of_the_environment(copy, monkeypatch, caps
 
 def flip_a_bit(run):
     """Flip one bit in the log-probs of the first group."""
-    records = read_records(samples_of(run), 1)
+    records = read_records(journal_dir(run), 1)
     path, record = next((place.path, record) for place, record in records if record.header["kind"] == "group")
     data = bytearray(path.read_bytes())
     data[data.index(record.arrays["logprobs"].tobytes())] ^= 1
@@ -283,7 +288,7 @@ def flip_a_bit(run):
     ],
 )
 def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, capsys):
-    records = read_records(samples_of(copy), 2)
+    records = read_records(journal_dir(copy), 2)
     place = next(place for place, record in records if record.header["kind"] == kind)
     path = place.path
     begin = place.position
@@ -316,13 +321,13 @@ def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, ca
         ("--step 5", None, "or actor.keep_checkpoints (3) no longer keeps it; steps 1 to 4 can be replayed"),
         ("--step 2 --fork {run}/new actor.policy.lora_rank=4", None, "actor.policy.lora_rank cannot change after the"),
         ("--step 2 --fork {run}/new actor.algorithm.name=ppo", None, "ppo needs a critic, and {run} has none; choose"),
-        ("--step 1", lambda run: shutil.rmtree(samples_of(run) / "1"), "lacks step 1, which a replay of step 1 needs"),
+        ("--step 1", lambda run: shutil.rmtree(journal_dir(run) / "1"), "lacks step 1, which a replay of step 1 needs"),
         (
             "--step 1",
-            lambda run: shutil.rmtree(samples_of(run)),
+            lambda run: shutil.rmtree(journal_dir(run)),
             "has no samples, so no step of this run can be replayed",
         ),
-        ("--step 1", lambda run: (samples_of(run) / "1" / "1").write_text("a diary"), "is not a log of records"),
+        ("--step 1", lambda run: (journal_dir(run) / "1" / "1").write_text("a diary"), "is not a log of records"),
         ("--step 1", flip_a_bit, "): `logprobs`; restore the file"),
     ],
 )
@@ -347,7 +352,7 @@ def test_samples_are_kept_since_the_oldest_checkpoint(tmp_path):
     """Simulated: 300 steps, a checkpoint after every 10th, of which the two newest are kept."""
     first, *later = simulate(tmp_path, 300, starts=3)
     assert max(later) < 1.1 * first, "the samples of a later run take more bytes"
-    folder = samples_of(tmp_path)
+    folder = journal_dir(tmp_path)
     assert [*find_steps(folder, 1, 300).steps] == [*range(288, 301)], (
         "the steps kept do not start two before the oldest checkpoint"
     )

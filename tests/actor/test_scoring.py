@@ -35,8 +35,8 @@ from rlhf_triton.actor.data.rollout_rows import (
 )
 from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupInFlight
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
+from rlhf_triton.actor.scoring.row_texts import BLOCK, RowText, tokens_covering
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.actor.scoring.step_ends import BLOCK, tokens_covering
 from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
 from rlhf_triton.client.errors import RequestRefused
 from rlhf_triton.client.reward_source import chat_row, text_row
@@ -81,7 +81,7 @@ class Asked:
         self.reward = ServedModel(groupwise=groupwise)
         self.rows = []
 
-    async def score(self, rows, group_size, *, versions):
+    async def score(self, rows, *, versions):
         assert versions == VERSIONS
         self.rows.append([int(row[0].tokens[0]) for row in rows])
         return [(replace(row[0], score=rewarded(float(row[0].tokens[0]))),) for row in rows]
@@ -168,7 +168,7 @@ def tokenizer():
     return make_text_tokenizer("qwen2")
 
 
-def in_groups(tokenizer, groupwise, group_size, rows, refuses=None):
+def scored(tokenizer, groupwise, *, rows=4, refuses=None):
     """Score rows by a function of groups, or of rows."""
     zeros = np.zeros((rows, 1))
     client = Client({"rewards": zeros, "reward_components": zeros, "reward_errors": [[b""]] * rows})
@@ -176,22 +176,18 @@ def in_groups(tokenizer, groupwise, group_size, rows, refuses=None):
     client.rows = [[index] * (index + 2) for index in range(rows)]
     scorer = scorer_of(client, tokenizer)
     scorer.reward = ServedModel(components=("a",), weights=(1.0,), groupwise=groupwise)
-    return client, asyncio.run(scorer.score([one_row(index) for index in range(rows)], group_size))
+    return client, asyncio.run(scorer.score([one_row(index) for index in range(rows)]))
 
 
 @pytest.mark.parametrize(
-    ("groupwise", "group_size", "groups"),
-    [(True, 2, [[0, 0]] * 3), (True, 1, [[0]] * 6), (False, 2, [[None]] * 6)],
+    ("groupwise", "groups", "refused"), [(False, [[None]] * 4, [3]), (True, [[0] * 4], [0, 1, 2, 3])]
 )
-def test_scorer_sends_whole_groups_only_to_groupwise_rewards(tokenizer, groupwise, group_size, groups):
-    client, rows = in_groups(tokenizer, groupwise, group_size, 6)
-    assert sorted(client.groups) == groups  # the requests' rows are prepared in threads
+def test_groupwise_rewards_receive_a_group_at_once_and_others_rows(tokenizer, groupwise, groups, refused):
+    """A refused row fails only itself, or its group."""
+    client, rows = scored(tokenizer, groupwise)
+    assert client.groups == groups
     assert not any(map(failure_of, rows))
-
-
-@pytest.mark.parametrize(("groupwise", "group_size", "refused"), [(False, 1, [3]), (True, 2, [2, 3])])
-def test_refused_row_fails_only_itself_or_its_group(tokenizer, groupwise, group_size, refused):
-    _, rows = in_groups(tokenizer, groupwise, group_size, 8, refuses=3)
+    _, rows = scored(tokenizer, groupwise, refuses=3)
     assert {i: cause for i, row in enumerate(rows) if (cause := failure_of(row))} == dict.fromkeys(refused, "refused")
 
 
@@ -205,7 +201,7 @@ def test_scorer_demands_a_version_and_raises_if_a_response_mixes_versions(tokeni
     scorer.sends_sentences = texts
     mixed = pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by")
     with mixed if versions != [[4], [4]] else contextlib.nullcontext():
-        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), 2, versions=VersionRange(4)))
+        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), versions=VersionRange(4)))
     assert client.versions == VersionRange(4)
 
 
@@ -234,7 +230,7 @@ def test_column_is_refused_only_if_the_scorer_would_overwrite_it():
     groupwise = ServedModel(components=("a",), groupwise=True)
     prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"}, where="p.jsonl:7")
     check_columns(plain, [prompt])
-    assert row_metadata(plain, prompt, "b", 3)["group"] == "mine"
+    assert row_metadata(plain, RowText(prompt, "b"))["group"] == "mine"
     with pytest.raises(PromptError, match="the column 'reply_messages' has a reserved name"):
         check_columns(plain, [Prompt("1", "a", np.asarray([1]), {"reply_messages": []})])
     with pytest.raises(PromptError, match=r"p\.jsonl:7: the column 'group' has a reserved name"):
@@ -348,8 +344,8 @@ class Swapping:
     def __init__(self, *answers):
         self.left = [*answers]
 
-    async def score(self, rows, group_size, *, versions):
-        assert (group_size, versions) == (len(rows), VERSIONS)
+    async def score(self, rows, *, versions):
+        assert versions == VERSIONS
         return [(replace(row, score=self._score(row, v)),) for (row,), v in zip(rows, self.left.pop(0), strict=True)]
 
     def _score(self, row, version):
@@ -554,7 +550,7 @@ def ids_of_line(folder, line, max_length=None, **settings):
 
 
 def test_reward_model_receives_the_response_of_a_text_as_metadata():
-    assert row_metadata(ServedModel(), row_of({"text": "Open it."}), " A day.", 0) == {"response": " A day."}
+    assert row_metadata(ServedModel(), RowText(row_of({"text": "Open it."}), " A day.")) == {"response": " A day."}
 
 
 def test_gate_refuses_a_reply_that_is_too_long(tmp_path):
@@ -589,7 +585,7 @@ def test_client_gateway_gate_and_run_give_the_same_token_ids(tmp_path, other, sh
             assert {*map(tuple, pairs_ids(pairs, ways)), tuple(gate_ids(tmp_path, prompt, text, text="pair"))} == {
                 tuple(scored_ids(pairs, answered(row_of(columns), reply)))
             }
-        run = row_metadata(FUNCTIONS, row_of(columns), text, 0)
+        run = row_metadata(FUNCTIONS, RowText(row_of(columns), text))
         for sentence, known in [*ways, (text if before else prompt + text, run)]:
             (sample,) = samples_of(sentence, known)
             assert sample.text == (prompt + text if before is None else text)

@@ -19,7 +19,6 @@ from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
-from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
@@ -310,18 +309,6 @@ async def test_generation_waits_for_an_unreachable_vllm_server(setup, caplog, is
             await running
 
 
-async def test_requests_move_to_another_vllm_server_if_one_stops(setup):
-    async with FakeVllm() as one, FakeVllm() as two:
-        here = setup(one, two)
-        await run(here)
-        assert all(server.requests for server in (one, two)), "a server gets no requests"
-        await one.stop()
-        before = len(two.requests)
-        await run(here)
-        assert len(two.requests) == before + 3
-        await one.start()
-
-
 async def test_waiting_rows_share_one_attempt_to_load_a_vllm_server(setup, monkeypatch):
     """Its waiting rows share one attempt; each of them tried for itself, one after the other."""
     monkeypatch.setattr("rlhf_triton.actor.vllm.connection.PROBE_S", 0.5)
@@ -391,13 +378,6 @@ async def test_connection_that_was_idle_too_long_is_not_reused(monkeypatch):
     finally:
         await client.close()
         server.close()
-
-
-async def test_generation_raises_if_the_vllm_outage_exceeds_max_outage_s(setup):
-    async with FakeVllm() as server:
-        here = setup(server, max_outage_s=0.05)
-    with pytest.raises(RequestFailed, match="vLLM: no healthy server for"):
-        await run(here)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
 from rlhf_triton.actor.data.rollout_rows import rows_of
 from rlhf_triton.actor.data.sample_records import group_of
-from rlhf_triton.actor.run.recorded_steps import find_steps, samples_of
+from rlhf_triton.actor.replay.recorded_steps import find_steps
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.jsonl import NewLines
@@ -166,7 +166,7 @@ def test_each_scheduled_sample_trains_once_despite_kills(tmp_path, checkpoints):
         system.stop()
     run = system.config.run
     last = max(saved_steps(run.dir / "checkpoints" / "actor"))
-    recorded = find_steps(samples_of(run.dir), 1, last)
+    recorded = find_steps(run.sample_journal_dir, 1, last)
     system.check_run(last)
     assert sorted(recorded.steps) == [*range(1, last + 1)]
 

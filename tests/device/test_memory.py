@@ -49,7 +49,7 @@ def make_batch(seed):
 
 
 def update(policy, seed):
-    return update_of(policy).run(make_batch(seed), seed=seed, kl_coef=0.1)
+    return update_of(policy).run(make_batch(seed), seed=seed, kl_coef=0.1).metrics
 
 
 def needed(work):

@@ -62,7 +62,9 @@ def num_shared(policy, batch):
     for rows in policy.trained.plan(batch.lengths.tolist()):
         width = int(batch.lengths[rows].max())
         inside = batch.mask[rows, : width - 1] != 0
-        found += policy._shares_prompts and bool(shared_passes(batch.tokens[rows, :width], batch.lengths[rows], inside))
+        found += policy.token_logprobs.shares_prompts and bool(
+            shared_passes(batch.tokens[rows, :width], batch.lengths[rows], inside)
+        )
     return found
 
 
@@ -89,7 +91,7 @@ def test_policy_update_synchronises_with_the_gpu_only_for_statistics_and_norm(ch
 def test_logprobs_synchronise_with_the_gpu_once_per_micro_batch(checkpoint):
     policy = make_policy(checkpoint, token_budget=1000)
     batch = make_batch(shared=True)
-    trace = traced(lambda: policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask))
+    trace = traced(lambda: policy.token_logprobs.compute(policy.model, batch.tokens, batch.lengths, batch.mask))
     assert all("transformers" in place or "body(" in place for _, place in trace.where), trace.where
     assert trace.num_waits == 1
     policy = make_policy(checkpoint, kl_reference="actor")
@@ -110,8 +112,8 @@ def test_policy_update_on_a_gpu_matches_the_cpu(checkpoint, shared):
     found = []
     for device in ("cpu", "cuda:1"):
         policy = make_policy(checkpoint, device, precision="float32", entropy_bonus=0.01, token_budget=40)
-        assert policy._masks == (device == "cpu")
-        stats = update_of(policy).run(make_batch(shared=shared), seed=0, kl_coef=0.1)
+        assert policy.token_logprobs.masks == (device == "cpu")
+        stats = update_of(policy).run(make_batch(shared=shared), seed=0, kl_coef=0.1).metrics
         found.append((stats, weights_of(policy)))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-3, abs=1e-5)
     # Adam's first step has the size of the learning rate, 0.01, whatever the gradient: compare its sign, too.

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from loaders import load_critic, load_reward
+from loaders import load_critic, load_reward, load_trained
 from safetensors.torch import load_file
 from settings import trainer_section
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, change_tensors, save_tiny, save_with_value_head
@@ -337,7 +337,7 @@ def test_training_a_critic_does_not_change_its_mapped_file(tmp_path, shards):
     before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}
     assert (len(before) > 2) == (shards == "3KB")
     serving = load_critic(tmp_path)
-    trained = load_critic(tmp_path)
+    trained = load_trained(tmp_path)
     mapped = {parameter.data_ptr() for parameter in trained.model.parameters() if not parameter.is_cuda}
     update = CriticUpdate(trained, trainer_section(lr=0.1))
     assert not mapped & {parameter.data_ptr() for parameter in trained.model.parameters()}

@@ -17,7 +17,7 @@ import torch
 from architectures import KINDS, POSITIONS, VOCAB, save_architecture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loaders import load_critic, load_language_model, load_process_reward, load_reward, skip_on_gpus
+from loaders import load_critic, load_language_model, load_process_reward, load_reward, load_trained, skip_on_gpus
 from rope_models import DYNAMIC, LIMIT, LONGROPE, TOLERANCE, models, save
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
@@ -185,7 +185,7 @@ def test_critic_training_does_not_depend_on_padding(tmp_path, name):
     payload = TrainPayload(np.concatenate(ROWS[:4]), sizes, zeros + 1, zeros, zeros + 1)
     reports = []
     for token_budget in (1, 10_000):
-        update = CriticUpdate(load_critic(tmp_path), trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2))
+        update = CriticUpdate(load_trained(tmp_path), trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2))
         reports.append([update.train(payload, lambda _: None) for _ in range(2)])
     assert [each.loss_mean for each in reports[1]] == pytest.approx([r.loss_mean for r in reports[0]], abs=TOLERANCE)
     critic = load_critic(tmp_path)

@@ -234,7 +234,7 @@ def test_a_policy_generates_up_to_its_position_limit(tmp_path, model):
         length = len(sample.tokens)
         start = len(sample.prompt.tokens)
         mask = torch.arange(length - 1)[None] >= start - 1
-        alone = policy.token_logprobs(policy.model, row, torch.tensor([length]), mask)
+        alone = policy.token_logprobs.compute(policy.model, row, torch.tensor([length]), mask)
         torch.testing.assert_close(together[i : i + 1, : length - 1], alone.cpu(), atol=TOLERANCE, rtol=0)
         logits = policy.model(input_ids=row.to(policy.model.device), use_cache=False).logits.cpu()
         written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*policy.banned_ids, *policy.eos_ids]), -1e9)

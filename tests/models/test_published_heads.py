@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loaders import load_critic, load_process_reward, load_reward
+from loaders import load_critic, load_process_reward, load_reward, load_trained
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
 from tiny_checkpoints import change_config
@@ -1074,6 +1074,7 @@ def test_critic_starts_from_a_published_head_trains_it_and_reloads(tmp_path, nam
     given = rows(shape)
     critic = load_critic(tmp_path / "0")
     np.testing.assert_allclose(last(critic, given), expected, atol=1e-5 * max(1, np.abs(expected).max()))
+    critic = load_trained(tmp_path / "0")
     update = CriticUpdate(critic, trainer_section(lr=0.01))
     ones = np.ones(given[0].size - 1, np.float32)
     update.train(TrainPayload(given[0], np.array([given[0].size]), ones, ones, ones), lambda _: None)

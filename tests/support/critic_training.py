@@ -2,11 +2,10 @@
 
 import numpy as np
 import torch
-from loaders import load_critic
+from loaders import load_trained
 from settings import trainer_section
 from tiny_checkpoints import VOCAB
 
-from rlhf_triton.models.modeling import CriticModel
 from rlhf_triton.trainer.checkpoint import CheckpointState
 from rlhf_triton.trainer.critic_update import CriticUpdate
 from rlhf_triton.wire.contract import Limits
@@ -51,11 +50,8 @@ def silent(_):
     pass
 
 
-def trained(checkpoint, payloads, *, double=False, **changes):
-    critic = load_critic(checkpoint)
-    if double:  # noise of float32 sums would hide a mistake
-        critic = CriticModel(critic.model.double())
-    update = CriticUpdate(critic, settings(**changes))
+def trained(checkpoint, payloads, **changes):
+    update = CriticUpdate(load_trained(checkpoint), settings(**changes))
     return update, [update.train(each, silent) for each in payloads]
 
 
@@ -63,22 +59,19 @@ def weights(update):
     return torch.cat([p.detach().double().flatten() for p in update.trained.parameters.values()])
 
 
-def state(step, update, *, asked=False):
+def state(step, update):
+    """Return the state of an update after `step`, as the sidecar would save it."""
     return CheckpointState(
         run_id="run",
         step=step,
         optimizer_step=update.trained.optimizer_step,
         version=step,
         epoch=1,
-        asked=asked,
+        asked=False,
         settings=update.trained.settings,
         base_digest="a hash",
         results=[{"entry": "x"}],
     )
-
-
-def optimizer_bits(update):
-    return update.trained.state()
 
 
 def small_payload():

@@ -4,6 +4,7 @@ import pytest
 
 from rlhf_triton.config import TrainerSection
 from rlhf_triton.models import language_model, modeling, token_reward
+from rlhf_triton.trainer.trained_critic import TrainedCritic
 
 
 def default_device():
@@ -21,6 +22,14 @@ def on_default_device(load):
 
 
 load_critic = on_default_device(modeling.load_critic)
+
+
+def load_trained(folder):
+    """Load a critic to train."""
+    critic = load_critic(folder)
+    return TrainedCritic(critic.model, critic)
+
+
 load_reward = on_default_device(modeling.load_reward)
 load_language_model = on_default_device(language_model.load_language_model)
 load_process_reward = on_default_device(token_reward.load_process_reward)

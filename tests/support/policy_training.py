@@ -32,7 +32,7 @@ def update_of(policy):
 def train(policy, rows):
     """Take one optimizer step that makes the tokens of samples more likely."""
     tokens, lengths = tokens_of(rows), torch.tensor([len(row.tokens) for row in rows])
-    logprobs = policy.token_logprobs(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
+    logprobs = policy.token_logprobs.compute(policy.model, tokens, lengths, torch.ones_like(tokens[:, 1:]))
     (-logprobs.clamp(min=-50).mean()).backward()
     policy.trained.step()
 

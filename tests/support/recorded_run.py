@@ -16,8 +16,8 @@ from rlhf_triton.actor.algorithms.kl import KLControl
 from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.rollout_rows import conversations_of
+from rlhf_triton.actor.recording.recorder import Recorder
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
-from rlhf_triton.actor.run.recorder import Recorder
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import SETTINGS_FILE
 from rlhf_triton.actor.run.validation import Validation

@@ -8,8 +8,7 @@ import numpy as np
 from samples import groups_of, scored_samples
 
 from rlhf_triton.actor.data.prompts import Positions
-from rlhf_triton.actor.run.recorded_steps import samples_of
-from rlhf_triton.actor.run.sample_journal import SampleJournal
+from rlhf_triton.actor.replay.sample_journal import SampleJournal
 from rlhf_triton.config import RunConfig
 from rlhf_triton.store.durable import make_folder
 from rlhf_triton.store.record_log import StoredRecord
@@ -61,7 +60,7 @@ def simulate(folder, steps, *, starts):
                 samples.add_sampled(number, step, group)
             samples.add_groups(step, groups)
             await samples.durable()
-            header = {"kind": "step", "step": step, "groups": samples._numbers}
+            header = {"kind": "step", "step": step, "groups": samples._recorded.numbers}
             samples._append(step, lambda header=header: [StoredRecord(header, {"weights": digests})])
             if step % EVERY == 0:
                 await samples.durable()
@@ -69,7 +68,9 @@ def simulate(folder, steps, *, starts):
                 (checkpoints / str(step) / "state.json").touch()
                 shutil.rmtree(checkpoints / str(step - KEEP * EVERY), ignore_errors=True)
                 samples.prune()
-                sizes.append(sum(path.stat().st_size for path in samples_of(folder).rglob("*") if path.is_file()))
+                sizes.append(
+                    sum(path.stat().st_size for path in config.run.sample_journal_dir.rglob("*") if path.is_file())
+                )
         samples.close()
         return max(sizes)
 

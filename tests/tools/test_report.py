@@ -357,7 +357,7 @@ class TestSamples:
     def recorded(self, folder, *, num_steps=1, num_tokens=3, recomputes=True, ahead=0, forwards=True):
         """Write a run whose steps have groups of two responses: one of `num_tokens` tokens, and one that failed."""
         run_dir = RecordedRun(folder).start().steps(*range(1, num_steps + 1)).finished(num_steps)
-        log = RecordLog(run_dir / "samples")
+        log = RecordLog(run_dir / "sample_journal")
         tokens = [3, 4, *range(5, 5 + num_tokens)]
         columns = {
             "logprobs": np.array([0, 0] + [math.log(0.5)] * num_tokens, np.float32),
@@ -414,12 +414,12 @@ class TestSamples:
 
     def test_damaged_journal_is_named_and_the_page_is_still_written(self, tmp_path):
         run_dir = self.recorded(tmp_path / "run", num_steps=2)
-        file = next((run_dir / "samples" / "1").iterdir())
+        file = next((run_dir / "sample_journal" / "1").iterdir())
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
         page = page_of(run_dir)
-        assert f"<p>./samples/1/{file.name} is damaged at byte" in page
+        assert f"<p>./sample_journal/1/{file.name} is damaged at byte" in page
         assert page.count(str(tmp_path)) == 1, "the page has the run's path elsewhere than in run.dir"
         assert "Step 2: 4 of 6 samples" in page
         assert "<h2>Numbers</h2>" in page

@@ -128,11 +128,11 @@ def test_failed_verification_fails_the_step_and_training_continues(rig, monkeypa
     damage, message = DAMAGE["another number"]
     with monkeypatch.context() as patch:
 
-        def damaging(store, version, *args):
+        def damaging(store, version, **critic):
             damage(store.folder(version))
-            verify_version(store, version, *args)
+            verify_version(store, version, **critic)
 
-        patch.setattr("rlhf_triton.trainer.publish.verify_version", damaging)
+        patch.setattr("rlhf_triton.trainer.critic_versions.verify_version", damaging)
         (result,) = rig.train(2)
     assert re.search(message.replace("version 1", "version 2"), str(result.error)), result.error
     assert (rig.store.current(), rig.instances[0].served) == (1, [0, 1])

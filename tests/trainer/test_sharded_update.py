@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from critic_training import arrays, payload, settings, silent, state, trained
+from loaders import load_trained
 from ranks import on_ranks, whole_tensors
 from tiny_checkpoints import VOCAB, save_tiny, save_with_layers
 
@@ -138,7 +139,7 @@ def load_all(folder, update, root, step):
 
 
 def read_alone(root, step):
-    alone = CriticUpdate(load_critic(root / "llama"), settings(**TRAINING))
+    alone = CriticUpdate(load_trained(root / "llama"), settings(**TRAINING))
     CheckpointFolder(root / "checkpoints").load(step, alone)
     return everything(alone)
 
@@ -173,16 +174,6 @@ def damage(folder, update):
     except DamagedCheckpoint as error:
         return str(error)
     return "not noticed"
-
-
-def resume(ranks, root, steps):
-    """Read checkpoints on these ranks; return whether the content equals what one process reads."""
-    update = load_update(root / "llama", settings(**TRAINING), seed=0, ranks=ranks)
-    found = []
-    for step in steps:
-        CheckpointFolder(root / "checkpoints").load(step, update)
-        found.append(same(everything(update), read_alone(root, step)))
-    return found
 
 
 # ---- tests ----
@@ -249,11 +240,3 @@ def test_versions_published_by_two_ranks_are_whole_checkpoints_and_verified(two_
     store.verify_files(1)
     served = load_critic(root / "llama").with_weights(store.folder(1)).model.state_dict()
     assert same(served, {name: tensor for name, tensor in read_alone(root, 2).items() if name in served})
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_critic_checkpoint_loads_bitwise_on_another_number_of_ranks(two_ranks, root, size):
-    update, _ = trained(root / "llama", [payload()], **TRAINING)
-    CheckpointFolder(root / "checkpoints").save(update, state(10, update))
-    assert same(read_alone(root, 10), everything(update))
-    assert on_ranks(size, resume, root, [10, 1]) == [[True] * 2] * size

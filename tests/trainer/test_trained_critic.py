@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from critic_training import optimizer_bits, payload, settings, silent, state, weights
+from critic_training import payload, settings, silent, state, weights
 from loaders import load_critic
 from safetensors.torch import load_file
 from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
@@ -108,7 +108,7 @@ def assert_only_frozen_matrices_are_low(update, start, changes):
     matrices = {name for name in frozen if name.endswith("base_layer.weight") and "mlp.gate." not in name}  # no router
     assert matrices <= low if {*ALL} <= {*changes} else not low
     assert {p.dtype for p in update.trained.parameters.values()} == {torch.float32}
-    assert {value.dtype for value in optimizer_bits(update).values()} == {torch.float32}
+    assert {value.dtype for value in update.trained.state().values()} == {torch.float32}
 
 
 def merged_by_peft(update):

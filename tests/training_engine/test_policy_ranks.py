@@ -57,12 +57,12 @@ def trained(ranks, folder, case, dtype):
     tokens = batch_of(0).tokens
     lengths = batch_of(0).lengths
     for step in range(UPDATES):
-        found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1))
+        found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1).metrics)
         policy.renew_sampler()
         everywhere = torch.ones_like(tokens[:, 1:])
         with torch.no_grad():
             ours, theirs = (
-                policy.token_logprobs(m, tokens, lengths, everywhere) for m in (policy.model, policy.sampler)
+                policy.token_logprobs.compute(m, tokens, lengths, everywhere) for m in (policy.model, policy.sampler)
             )
         found["distance"] = max(found["distance"], float((ours - theirs).abs().max()))
     found["weights"] = [whole(p.detach()).cpu().clone().numpy() for p in policy.model.parameters()]

@@ -93,7 +93,7 @@ def check_rendering(config: RunConfig, tokenizer: Any, prompts: Sequence[Prompt]
                 return len(reader.encoded(0, prompt.text, metadata, TRIAL_REPLY).ids)
             return len(reader.encoded(0, text, metadata).ids)
         except ContractError as error:
-            raise PromptError(f"{prompt.where}: reward.model: {error.of_only_row}") from error
+            raise PromptError(f"{prompt.where}: reward.model: {error.message_without_row}") from error
 
     check_renderings(config, tokenizer, prompts, size_of)
 

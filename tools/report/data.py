@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.actor.run.metrics import figures_of_steps
+from rlhf_triton.actor.recording.metrics import figures_of_steps
 from rlhf_triton.actor.run.settings import CHANGES_FILE, SETTINGS_FILE, flat_settings, started_with
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import read_json, replace_file

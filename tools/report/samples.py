@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, STORED_TENSOR, RecordedSteps, find_steps, samples_of
+from rlhf_triton.actor.replay.recorded_steps import OLD_LOGPROBS, STORED_TENSOR, RecordedSteps, find_steps
 from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.config import RunSection
 from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.rewards.function import MESSAGES_KEY
 from rlhf_triton.tools.report.data import RunRecord
@@ -59,7 +60,7 @@ def shown_steps(run: RunRecord) -> tuple[list[ShownStep], str]:
     """Return the newest steps in the run's journal, and what of it cannot be read."""
     last = run.steps[-1]["step"] if run.steps else 0
     try:
-        recorded = find_steps(samples_of(run.folder), max(1, last - MAX_STEPS + 1), last)
+        recorded = find_steps(RunSection(dir=run.folder).sample_journal_dir, max(1, last - MAX_STEPS + 1), last)
         tokenizer = _tokenizer_of(run) if recorded.steps else None
         problem = reason_of(recorded.damage[0]) if recorded.damage else ""
         return [_shown_step(recorded, step, tokenizer) for step in sorted(recorded.steps)], problem

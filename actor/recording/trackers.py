@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TEXTS_FILE = "rollouts.jsonl"
 FINISH_S = 120.0  # time limit for the calls that are still queued when a run ends
-MOST_PENDING = 1000  # queued calls to slow trackers; further calls are dropped
+MAX_PENDING = 1000  # queued calls to slow trackers; further calls are dropped
 
 
 def _run_arguments(name: str, run_dir: Path, run_id: str) -> dict[str, Any]:
@@ -108,11 +108,11 @@ class Trackers:
         tracker.finish()
 
     def _call_all(self, do: Callable[[GeneralTracker], None]) -> None:
-        if self._calls.qsize() < MOST_PENDING:
+        if self._calls.qsize() < MAX_PENDING:
             self._calls.put(functools.partial(self._call, do))
         elif not self._has_dropped:
             self._has_dropped = True
-            logger.warning("trackers are %d calls behind: some metrics are in metrics.jsonl only", MOST_PENDING)
+            logger.warning("trackers are %d calls behind: some metrics are in metrics.jsonl only", MAX_PENDING)
 
     def _call(self, do: Callable[[GeneralTracker], None]) -> None:
         for name, tracker in list(self._open.items()):

@@ -15,22 +15,22 @@ from rlhf_triton.actor.algorithms.sample_metrics import rollout_metrics
 from rlhf_triton.actor.algorithms.stages import overlong_penalties
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Conversation, Group, conversations_of, rows_of, scores_of
-from rlhf_triton.actor.run.checkpoints import RunState
-from rlhf_triton.actor.run.learning_warnings import LearningWarnings
-from rlhf_triton.actor.run.metrics import (
-    TIMELINE_FILE,
+from rlhf_triton.actor.recording.learning_warnings import LearningWarnings
+from rlhf_triton.actor.recording.metrics import (
     ActorMetrics,
-    Metric,
     MetricsLog,
     figures_of_steps,
     finite,
     kl_text,
 )
+from rlhf_triton.actor.recording.trackers import Trackers
+from rlhf_triton.actor.recording.validation_log import ValidationLog
+from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import flat_settings
-from rlhf_triton.actor.run.trackers import Trackers
+from rlhf_triton.actor.run.staleness import Metric
+from rlhf_triton.actor.run.timers import TIMELINE_FILE
 from rlhf_triton.actor.run.validation import training_texts
-from rlhf_triton.actor.run.validation_log import ValidationLog
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import RunConfig

@@ -22,16 +22,15 @@ from torch.distributed.tensor import DTensor
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Group
 from rlhf_triton.actor.data.sample_records import group_of, record_of
-from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.run.checkpoints import RunState
-from rlhf_triton.actor.run.recorded_steps import (
+from rlhf_triton.actor.policy.update import PolicyUpdateResult
+from rlhf_triton.actor.replay.recorded_steps import (
     OLD_LOGPROBS,
     SAMPLED,
     STEP,
     STORED_TENSOR,
     find_sampled,
-    samples_of,
 )
+from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.config import RunConfig
 from rlhf_triton.digests import json_digest, short_digest
@@ -45,21 +44,29 @@ VARIABLES = ("ATEN_", "CUBLAS_", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN
 
 
 @dataclass(frozen=True)
+class RecordedGroups:
+    """What the record of a step says about its groups, which are recorded before it."""
+
+    numbers: list[int]  # places of the groups in the order of prompts
+    seed: int  # of the step
+    before: dict[str, Any]  # `RunState.numbers` before the step
+
+
+@dataclass(frozen=True)
 class StepResults:
     """The results of one training step."""
 
     batch: PPOBatch  # the rows that the policy learned from
     num_dropped: int  # groups at the end that only the critic learned from
     payload: Mapping[str, np.ndarray] | None  # from `critic_payload`; None without a critic
-    update: Mapping[str, float]  # metrics of the policy's update; {} if only the critic was trained
-    old_logprobs: Tensor | None = None  # as `PolicyUpdate` returns them
+    update: PolicyUpdateResult
 
 
 class SampleJournal:
     """The journal of one run, written by rank 0."""
 
     def __init__(self, config: RunConfig, state: RunState) -> None:
-        self._folder = samples_of(config.run.dir)
+        self._folder = config.run.sample_journal_dir
         self._state = state
         self._checkpoints = actor_checkpoints(config.run.dir)
         self._keep = config.actor.keep_checkpoints
@@ -91,11 +98,10 @@ class SampleJournal:
         """Record the groups of a step, in the order of their prompts, before its batch is made."""
         first = self._state.inputs.positions[step - 1].prompts
         self._step = step
-        self._before = self._state.numbers()
-        self._numbers = [*range(first, first + len(groups))]
-        self._seed = self._state.inputs.seed_of(step)
-        about = {"step": step, "seed": self._seed}
-        pairs = [*zip(self._numbers, groups, strict=True)]
+        numbers = [*range(first, first + len(groups))]
+        self._recorded = RecordedGroups(numbers, self._state.inputs.seed_of(step), self._state.numbers())
+        about = {"step": step, "seed": self._recorded.seed}
+        pairs = [*zip(numbers, groups, strict=True)]
         self._append(step, lambda: [record_of(group, number=number, **about) for number, group in pairs])
 
     def add_sampled(self, number: int, seed: int, group: Group) -> None:
@@ -122,15 +128,12 @@ class SampleJournal:
     def add_step(self, step: int, results: StepResults) -> None:
         """Record a step after its update. The weights must not change meanwhile."""
         record = step_record(
-            self._state.policy,
+            self._state,
             step,
+            self._recorded,
             results,
             settings=self._settings,
             environment=self._environment,
-            groups=self._numbers,
-            seed=self._seed,
-            before=self._before,
-            after=self._state.numbers(),
             inputs=self._state.inputs.state(step),
         )
         self._append(step, lambda: [record])
@@ -162,22 +165,31 @@ class SampleJournal:
             self._log.close()
 
 
-def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -> StoredRecord:
-    """Return the record of a step, `about` in its header; a replay makes it again and compares the two."""
+def step_record(
+    state: RunState, step: int, recorded: RecordedGroups, results: StepResults, **about: Any
+) -> StoredRecord:
+    """Return the record of a step, `about` in its header; a replay makes it again and compares the two.
+
+    `state`: after the step.
+    """
     batch = results.batch
     payload = results.payload
-    trained = policy.trained
+    trained = state.policy.trained
     rows = {name: rows_of_tensor(batch, name) for name, tensor in vars(batch).items() if tensor is not None}
     header = {
         "kind": STEP,
         "step": step,
         **about,
+        "groups": recorded.numbers,
+        "seed": recorded.seed,
+        "before": recorded.before,
+        "after": state.numbers(),
         "num_dropped": results.num_dropped,
         "tensors": [*rows],
         "payload": None
         if payload is None
         else {name: short_digest(np.ascontiguousarray(array)) for name, array in payload.items()},
-        "update": {name: value for name, value in results.update.items() if name.startswith("train_optim/")},
+        "update": results.update.metrics,
     }
     digests = {
         "digests": [list(map(short_digest, parts)) for parts in rows.values()],
@@ -186,8 +198,8 @@ def step_record(policy: Policy, step: int, results: StepResults, **about: Any) -
     }
     arrays = {name: np.array(numbers, np.uint64) for name, numbers in digests.items()}
     arrays[STORED_TENSOR] = np.concatenate(rows[STORED_TENSOR])
-    if results.update and results.old_logprobs is not None:
-        recomputed = replace(batch, logprobs=results.old_logprobs)
+    if results.update.old_logprobs is not None:
+        recomputed = replace(batch, logprobs=results.update.old_logprobs)
         arrays[OLD_LOGPROBS] = np.concatenate(rows_of_tensor(recomputed, "logprobs"))
     return StoredRecord(header, arrays)
 

@@ -1,28 +1,21 @@
-"""Writes each step's metrics to files, TensorBoard, trackers and Prometheus, and times the phases of a step."""
+"""Writes each step's metrics to files, TensorBoard, trackers and Prometheus."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.run.trackers import TEXTS_FILE, Trackers
+from rlhf_triton.actor.recording.trackers import TEXTS_FILE, Trackers
+from rlhf_triton.actor.run.staleness import Metric
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.metrics import ACTOR, Exporter, Values
-from rlhf_triton.monitoring.tracing import span
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line
-
-TIMELINE_FILE = "timeline.jsonl"
-
-
-Metric = float | dict[str, int]  # a scalar, or the count of each integer value
 
 
 def finite(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,46 +54,6 @@ def figures_of_steps(path: Path) -> tuple[dict[str, Any], dict[str, float]]:
         "seconds_per_step": seconds / max(1, num_steps),
     }
     return last, figures
-
-
-class Timers:
-    """Durations and time spans of the phases of one step; phases may overlap."""
-
-    def __init__(self, step: int | None = None) -> None:
-        self._step = step
-        self.spans: list[tuple[str, float, float]] = []  # phase, start, end; `time.monotonic` values
-        self._start = time.monotonic()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to phase `name`, and trace it."""
-        start = time.monotonic()
-        try:
-            with span(name, of_step=self._step):
-                yield
-        finally:
-            self.add_span(name, start, time.monotonic())
-
-    def add_span(self, name: str, start: float, end: float) -> None:
-        """Add a span measured elsewhere; `start` and `end` are `time.monotonic` values."""
-        self.spans.append((name, start, end))
-
-    def append_spans(self, run_dir: Path) -> None:
-        """Append the phases of the step to `TIMELINE_FILE` in `run_dir`; times in seconds since the epoch."""
-        epoch = time.time() - time.monotonic()
-        lines = (
-            {"step": self._step, "phase": name, "start": epoch + start, "end": epoch + end}
-            for name, start, end in self.spans
-        )
-        append_jsonl(run_dir / TIMELINE_FILE, lines)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the seconds of each phase as `timers/<name>`, and of the whole step as `timers/step_time`."""
-        phases = collections.defaultdict[str, float](float)
-        for name, start, end in self.spans:
-            phases[name] += end - start
-        phases["step_time"] = time.monotonic() - self._start
-        return {f"timers/{name}": seconds for name, seconds in phases.items()}
 
 
 class ActorMetrics:

@@ -1,6 +1,6 @@
 """Finds the steps in a run's journal of samples. Imports no torch.
 
-    <run.dir>/samples/    a log (see `record_log`) of groups and steps
+    <run.dir>/sample_journal/    a log (see `record_log`) of groups and steps
 
 The record of a step has the run's settings and environment. With `actor.max_off_policy_steps`, groups are also
 recorded as soon as they are sampled, before they are scored. A resumed run takes those that no step has trained on, if
@@ -19,11 +19,6 @@ STEP = "step"
 SAMPLED = "sampled"
 STORED_TENSOR = "advantages"  # the batch's tensor whose values are in the record of a step, besides its digests
 OLD_LOGPROBS = "old_logprobs"  # as many values, if the update recomputed them: see `PolicyUpdate`
-
-
-def samples_of(run_dir: Path) -> Path:
-    """Return the folder of a run's journal of samples."""
-    return run_dir / "samples"
 
 
 def describe_samples(folder: Path, step: int, *, ahead: int) -> str:

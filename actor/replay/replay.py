@@ -21,13 +21,13 @@ from rlhf_triton.actor.algorithms.stages import RewardShaper
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, conversations_of, rows_of
 from rlhf_triton.actor.data.sample_records import describe_damage, group_of
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.policy.update import PolicyUpdate, PolicyUpdateResult
+from rlhf_triton.actor.replay.recorded_steps import OLD_LOGPROBS, find_steps
+from rlhf_triton.actor.replay.sample_journal import RecordedGroups, StepResults, environment_of, step_record
 from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of, reference_of, save_checkpoint
-from rlhf_triton.actor.run.recorded_steps import OLD_LOGPROBS, find_steps, samples_of
-from rlhf_triton.actor.run.sample_journal import StepResults, environment_of, step_record
 from rlhf_triton.actor.run.settings import actor_checkpoints, started_with
 from rlhf_triton.actor.run.step import StepTraining, policy_batch
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config import RunConfig, RunSection
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import numbers_in
 from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference
@@ -61,7 +61,7 @@ class Replay:
             RlhfError: the run has no journal of samples, or a record that the steps need is missing or damaged.
         """
         self._checkpoints = actor_checkpoints(run_dir)
-        self._folder = samples_of(run_dir)
+        self._folder = RunSection(dir=run_dir).sample_journal_dir
         if not run_dir.is_dir():
             raise RlhfError(f"{run_dir} is missing: name the folder of a run")
         if not numbers_in(self._folder):
@@ -159,12 +159,11 @@ class Replay:
         method = Method.from_settings(actor.algorithm, actor.kl)
         torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, as in the run
         policy = Policy(actor, longest_row=config.longest_row)
-        self._policy_update = PolicyUpdate(actor, policy, method)
         shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         kl = KLControl(actor.kl.coef, target=actor.kl.target)
         inputs: Any = SimpleNamespace(state=lambda step: self._recorded.step(step).header["inputs"])
         self._state = RunState(policy, shaper, kl, inputs)
-        self._training = StepTraining(config, method, self._state, self._policy_update)
+        self._training = StepTraining(config, method, self._state, PolicyUpdate(actor, policy, method))
         if checkpoint is not None:
             self._state.restore(checkpoint, numbers or check_checkpoint_of(policy, checkpoint))
 
@@ -182,14 +181,14 @@ class Replay:
         batch = self._training.make_batch(used, groups[num_kept:])
         payload = None if header["payload"] is None else critic_payload(batch)
         batch = policy_batch(batch, used)
-        update: dict[str, float] = {}
+        update = PolicyUpdateResult()
         if self._training.trains_policy(step):
             metrics = rollout_metrics(used, batch, kl_coef=state.kl.coef)
             update = self._training.update(batch, header["seed"])
             self._training.adapt_kl(metrics.get("train_rollouts/init_policy_kl_per_sequence"), used)
-        results = StepResults(batch, header["num_dropped"], payload, update, self._policy_update.old_logprobs)
-        about = {"groups": header["groups"], "seed": header["seed"], "before": before, "after": state.numbers()}
-        return step_record(state.policy, step, results, **about), rows_of(conversations_of(used)), payload
+        results = StepResults(batch, header["num_dropped"], payload, update)
+        record = step_record(state, step, RecordedGroups(header["groups"], header["seed"], before), results)
+        return record, rows_of(conversations_of(used)), payload
 
 
 def _valid(settings: Mapping[str, Any]) -> RunConfig:

@@ -8,8 +8,8 @@ from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import process_metrics, text_metrics
 from rlhf_triton.actor.data.rollout_rows import rows_of
 from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.recording.metrics import MetricsLog, finite, kl_text
 from rlhf_triton.actor.run.checkpoints import write_policy
-from rlhf_triton.actor.run.metrics import MetricsLog, finite, kl_text
 from rlhf_triton.actor.run.validation import Validation, explained_by_values, samples
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.config import RunConfig
