@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_model
+from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.client.control_plane import ControlPlaneError, Failure
 from rlhf_triton.client.model_servers import Loaded, ModelServers
 from rlhf_triton.config import CriticSection, RewardSection, RunConfig
@@ -303,6 +303,8 @@ def initialise_store(
         )
         store.add(critic.write, origin)
     known = store.manifest(0).made_from or made_from
+    if is_same_model(known[MODEL][0], weights[0]):
+        known[MODEL][0] = weights[0]
     changed = [key for key, value in made_from.items() if value != known.get(key)]
     if changed:
         key = changed[0]

@@ -21,7 +21,7 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.actor.run.stopping import ENDED
-from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
@@ -192,14 +192,14 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     """
     policy.trained.verify(folder)
     state = read_state(folder)
-    if state["start_fingerprint"] != policy.fingerprint:
+    if not is_same_model(state["start_fingerprint"], policy.fingerprint):
         raise CheckpointError(
             f"{folder} was saved by a run that started from {state['start']}, but actor.policy.model is now "
             f"{policy.settings.model}, which has different weights, config.json or tokenizer: it would not be the "
             f"same policy, nor the same reference of the KL; set actor.policy.model back, {WAY_OUT}"
         )
     saved = state.get("reference_fingerprint")
-    if None not in (reference, saved) and saved != reference:
+    if reference is not None and saved is not None and not is_same_model(saved, reference):
         raise CheckpointError(
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
             f"has different weights, config.json or tokenizer now; set it back, {WAY_OUT}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.rewards import read_template
 from rlhf_triton.config.sections import ModelSection
@@ -80,7 +80,9 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     if optimizer.min_lr not in (None, optimizer.lr) and was != new:
         changed["actor.steps"] = [was, new]
     contents = read_contents(config)
-    differing = [key for key in contents if earlier_contents.get(key, contents[key]) != contents[key]]
+    differing = [
+        key for key in contents if key in earlier_contents and not is_same_model(earlier_contents[key], contents[key])
+    ]
     changed |= {key: ["", CONTENT] for key in differing if key not in changed}  # else its path has changed
     guarded = describe_changes({key: values for key, values in changed.items() if _is_guarded(key)})
     if guarded and not accepted:

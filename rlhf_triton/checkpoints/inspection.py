@@ -417,7 +417,10 @@ def fingerprint_model(folder: Path) -> str:
 
 
 def is_same_model(stored: str, now: str) -> bool:
-    """Return whether a stored fingerprint is that of a model; hashes that it lacks are not compared."""
+    """Return whether a stored fingerprint is that of a model; hashes that it lacks are not compared.
+
+    Releases up to 0.1.0 stored only the first hash.
+    """
     return now.startswith(stored)
 
 

@@ -268,7 +268,7 @@ async def test_a_damaged_checkpoint_is_skipped_at_a_resume(tmp_path, server, cap
 async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, server, monkeypatch):
     """A reference whose files are not on this machine is not compared."""
     served = {"kl_reference": "triton", "kl_coef": 0.1}
-    weights = {"one": "a.1", "other": "b.1", "same weights": "a.2"}
+    weights = {"one": "a.1", "other": "b.1", "same weights": "a.2", "of 0.1.0": "a"}
     monkeypatch.setattr("rlhf_triton.actor.run.checkpoints.fingerprint_model", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
@@ -281,6 +281,8 @@ async def test_resume_refuses_a_served_reference_with_other_weights(tmp_path, se
     assert server.rewound == []
     for folder in ("one", "elsewhere"):
         assert await Recorded(tmp_path, server, tmp_path / folder, **served).checkpoints.resume() == 2
+    await Recorded(tmp_path, server, tmp_path / "of 0.1.0", **served).save(2)  # had no hash of config.json
+    assert await Recorded(tmp_path, server, tmp_path / "same weights", **served).checkpoints.resume() == 2
 
 
 async def test_failed_critic_save_is_logged_and_retried_at_the_end(tmp_path, server, caplog):
@@ -493,6 +495,10 @@ def test_edited_config_or_chat_template_of_the_reward_model_is_refused(tmp_path,
     model = shutil.copytree(checkpoints.reward, tmp_path / "reward")
     run = after_five_steps(tmp_path / "run")
     config = RunConfig.model_validate({"run": {"dir": run}, "critic": {}, "reward": {"model": str(model)}})
+    write_settings(config, {})
+    found = json.loads((run / "contents.json").read_text())["reward.model"]
+    (run / "contents.json").write_text(json.dumps({"reward.model": found.partition(".")[0]}))  # written by 0.1.0
+    assert find_changes(config, accepted=False) == {}
     write_settings(config, {})
     change_config(model, rope_theta=1.0)
     with pytest.raises(ConfigError, match=r"reward\.model: the file's content"):

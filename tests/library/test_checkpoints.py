@@ -210,6 +210,8 @@ def test_fingerprint_contains_every_tensor_and_key_of_the_config_that_decide_a_s
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
         assert (fingerprint_model(tmp_path) == trained) == same, changes
+        weights, _ = trained.split(".")
+        assert is_same_model(weights, fingerprint_model(tmp_path))  # stored by 0.1.0
 
 
 def test_fingerprint_contains_the_tokenizer_and_its_chat_templates(tmp_path):

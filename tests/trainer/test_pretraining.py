@@ -250,6 +250,20 @@ def test_changed_critic_or_its_settings_are_refused_after_version_0(root, tmp_pa
         initialise_stores(config_of(tmp_path, tmp_path / "other", []))
 
 
+def test_store_of_release_0_1_0_knows_its_critic(root, tmp_path):
+    config = config_of(tmp_path, root / "critic", [])
+    initialise_stores(config)
+    store = WeightsStore(config.run.weights_dir)
+    made_from = store.manifest(0).made_from
+    made_from["critic.model"][0] = made_from["critic.model"][0].partition(".")[0]
+    reseal(store.folder(0), made_from=made_from)
+    initialise_stores(config)
+    made_from["critic.model"][0] = "other weights"
+    reseal(store.folder(0), made_from=made_from)
+    with pytest.raises(CheckpointError, match=r"critic\.model is .*critic, but was another model when"):
+        initialise_stores(config)
+
+
 def test_pretraining_reads_the_journal_of_a_real_sidecar(root, tmp_path, monkeypatch):
     """The journal ends with a critic_save, after which the run itself needs no entry; failed steps are left out."""
     monkeypatch.setattr("rlhf_triton.trainer.critic_checkpoints.ARCHIVE_ENTRIES", 3)
