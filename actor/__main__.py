@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf_triton.actor.run.row_limits import check_lengths
-from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import (
     add_accept_changes,
     interrupt_on_signals,
@@ -22,7 +21,9 @@ from rlhf_triton.config.command_line import (
     report,
     run_parser,
 )
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.required_files import check_devices, check_files
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import REPORTED
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.monitoring.tracing import tracing

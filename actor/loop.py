@@ -33,7 +33,7 @@ from rlhf_triton.actor.run.validation import validate
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.serve import start_server

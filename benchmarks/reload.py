@@ -38,7 +38,8 @@ from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.client.model_servers import ModelServers
-from rlhf_triton.config import ClientSettings, RunConfig
+from rlhf_triton.config.client import ClientSettings
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.store.control_key import control_key
 from rlhf_triton.store.weights import WeightsStore

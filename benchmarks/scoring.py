@@ -41,7 +41,8 @@ from benchmarks.measuring import (
     running_triton,
 )
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ClientSettings, RunConfig
+from rlhf_triton.config.client import ClientSettings
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import free_port

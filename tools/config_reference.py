@@ -26,8 +26,8 @@ if __name__ == "__main__" and not __package__:  # as a file: the package beside 
 
 import rlhf_triton
 from rlhf_triton.checkpoints.heads import FORMS
-from rlhf_triton.config import RunConfig
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.wire.contract import OUTPUTS, UNNAMED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

@@ -56,7 +56,7 @@ def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Findi
 
 def _loaded(path: Path, overrides: Sequence[str], loaded: list[Any]) -> Iterator[Finding]:
     """Load the configuration into `loaded`."""
-    from rlhf_triton.config import load_config  # needs packages, too
+    from rlhf_triton.config.loading import load_config  # needs packages, too
 
     config = load_config(path, overrides)
     loaded.append(config)

@@ -74,8 +74,7 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
 def _policy_of(folder: Path) -> Policy:
     """Load the policy of a checkpoint that any number of ranks wrote, on the CPU, without its optimizer's state."""
     from rlhf_triton.actor.policy.policy import Policy  # torch: slow to import
-    from rlhf_triton.config import ActorSection, PolicySection
-    from rlhf_triton.config.actor import KLSection
+    from rlhf_triton.config.actor import ActorSection, KLSection, PolicySection
     from rlhf_triton.store.sealed_folder import verify_folder
 
     state: dict[str, Any] = verify_folder(folder)

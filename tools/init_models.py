@@ -15,11 +15,11 @@ import yaml
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, same_tokenizer
-from rlhf_triton.config import RewardSection, parse_config
 from rlhf_triton.config.command_line import interrupt_on_signals
 from rlhf_triton.config.labels import attribute_weights, choices
-from rlhf_triton.config.loading import with_overrides
+from rlhf_triton.config.loading import parse_config, with_overrides
 from rlhf_triton.config.required_files import has_chat_template
+from rlhf_triton.config.sections import RewardSection
 
 TRIAL_TOKENS = 8
 TRIAL_TEXT = "A text."

@@ -20,8 +20,8 @@ from transformers import (
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
 from rlhf_triton.actor.policy.loading import empty_causal_lm
 from rlhf_triton.checkpoints.tensor_parallel import plan_key
-from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.live_models import live_models
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.models.adapters import Lora, with_adapters
 from rlhf_triton.models.heads import ModelHead
 from rlhf_triton.models.precision import use_bfloat16

@@ -21,12 +21,14 @@ if __name__ == "__main__" and not __package__:  # as a file: the package beside 
 
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, fingerprint_model, inspect_checkpoint
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from rlhf_triton.config.command_line import reporting, run_parser
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import reward_is_live
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.config.rewards import MODEL_TERM, RewardTerm, text_parameters
+from rlhf_triton.config.run_config import ConfigError, RunConfig
+from rlhf_triton.config.sections import ModelSection, RewardSection
 from rlhf_triton.python_backend.serving.templates import RowTemplate
 from rlhf_triton.rewards.function import with_absolute_path
 from rlhf_triton.store.weights import WeightsStore

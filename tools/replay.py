@@ -18,10 +18,13 @@ from rlhf_triton.actor.run.settings import (
     started_with,
     write_settings,
 )
-from rlhf_triton.config import PolicySection, RunConfig, TrainerSection, parse_config
+from rlhf_triton.config.actor import PolicySection
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.config.keys import with_value
 from rlhf_triton.config.live_models import reward_is_live
+from rlhf_triton.config.loading import parse_config
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.config.trained_model import Resume, resume_marks
 from rlhf_triton.errors import REPORTED, RlhfError, reason_of
 from rlhf_triton.store.run_lock import in_progress

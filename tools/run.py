@@ -19,8 +19,9 @@ import psutil
 
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, last_step, write_settings
 from rlhf_triton.actor.run.stopping import ENDED, STOP_GRACE_S
-from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import REPORTED, RlhfError
 from rlhf_triton.process import StopSignals

@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import limit_access, log_to_stderr, report, reporting, run_parser
 from rlhf_triton.config.live_models import live_models
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import say

@@ -9,8 +9,8 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from rlhf_triton.config import RunConfig
 from rlhf_triton.config.rewards import MODEL_TERM, client_parameters
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.wire import contract
 
 SCORED = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.SENTENCES, contract.METADATA)

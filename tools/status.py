@@ -10,9 +10,10 @@ from typing import Any
 
 from rlhf_triton.actor.replay.recorded_steps import describe_samples
 from rlhf_triton.actor.run.settings import last_step, started_with
-from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.command_line import add_run_arguments, reporting
 from rlhf_triton.config.live_models import live_models
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.monitoring.log_lines import as_text
 from rlhf_triton.monitoring.metrics import ACTOR

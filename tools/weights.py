@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.checkpoints.inspection import check_checkpoint
-from rlhf_triton.config import ConfigError, RunConfig, load_config
 from rlhf_triton.config.command_line import add_run_arguments, reporting
 from rlhf_triton.config.live_models import LIVE_MODELS, LiveModel, live_model, live_models
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.digests import brief
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.journal import Journal

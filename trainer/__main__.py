@@ -12,9 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlhf_triton.config import RunConfig, TrainerSection, load_config
 from rlhf_triton.config.command_line import limit_access, log_to_stderr, report, run_parser
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.required_files import check_critic, check_devices
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.errors import REPORTED
 from rlhf_triton.monitoring.tracing import tracing
 from rlhf_triton.process import long_lived_imports, stop_event

@@ -8,8 +8,9 @@ import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS
 from rlhf_triton.client.reward_source import Row, chat_row, text_row
-from rlhf_triton.config import ConfigError, RewardSection
 from rlhf_triton.config.rewards import text_parameters
+from rlhf_triton.config.run_config import ConfigError
+from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.models.modeling import RewardModel
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY

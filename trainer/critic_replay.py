@@ -8,7 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.journal import Journal, JournalState
 from rlhf_triton.store.journal_entry import Entry, Result, read_training_file
 from rlhf_triton.store.record_log import first_difference

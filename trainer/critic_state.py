@@ -8,7 +8,7 @@ import logging
 import numpy as np
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.digests import brief
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.canary import canary_outputs

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_triton.config import TrainerSection
+from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.batching import padded_rows
 from rlhf_triton.models.collation import collate

@@ -11,8 +11,8 @@ from rlhf_triton.checkpoints.tokenization import (
     load_tokenizer,
     rendering_fingerprint,
 )
-from rlhf_triton.config import RunConfig
 from rlhf_triton.config.live_models import live_model
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.digests import digest_of_mapped
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.canary import canary_outputs

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import NotFinite
 from rlhf_triton.models.batching import plan_micro_batches
 from rlhf_triton.models.modeling import CriticModel

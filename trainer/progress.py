@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TypeVar
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.models.out_of_memory import gpu_bytes
 from rlhf_triton.monitoring.metrics import TRAINER, Exporter, Values

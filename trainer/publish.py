@@ -14,10 +14,10 @@ from pathlib import Path
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.client.control_plane import ControlPlaneError, Failure
 from rlhf_triton.client.model_servers import Loaded, ModelServers
-from rlhf_triton.config import CriticSection, RewardSection, RunConfig
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.live_models import LiveModel, live_model, live_models
-from rlhf_triton.config.sections import constants_of
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import CriticSection, RewardSection, constants_of
 from rlhf_triton.digests import digest_of
 from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.monitoring.tracing import span

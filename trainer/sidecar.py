@@ -5,7 +5,7 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.store.journal import DamagedEntry, Entry, Journal, Result
 from rlhf_triton.store.weights import WeightsStore

@@ -25,7 +25,7 @@ from rlhf_triton.checkpoints.inspection import (
     Constants,
     inspect_checkpoint,
 )
-from rlhf_triton.config import TrainerSection
+from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.models.adapters import MergedWeights, describe_adapters, trained_tensors
 from rlhf_triton.models.heads import ModelHead

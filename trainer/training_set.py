@@ -10,7 +10,8 @@ import numpy as np
 
 from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, fingerprint, load_tokenizer, reply_end
-from rlhf_triton.config import ConfigError, RunConfig, RunSection
+from rlhf_triton.config.run_config import ConfigError, RunConfig
+from rlhf_triton.config.sections import RunSection
 from rlhf_triton.errors import reason_of
 from rlhf_triton.store.durable import INT64_MAX
 from rlhf_triton.store.journal import DamagedEntry, JournalState, read_training_file

@@ -14,8 +14,9 @@ from rlhf_triton.actor.algorithms.inputs import (
     Loss,
 )
 from rlhf_triton.actor.algorithms.user_functions import checked_advantage, checked_loss
-from rlhf_triton.config import AlgorithmSection, KLSection, RunConfig
+from rlhf_triton.config.actor import AlgorithmSection, KLSection
 from rlhf_triton.config.algorithms import LOSSES
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.rewards.function import import_function
 

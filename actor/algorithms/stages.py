@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import is_rounding
 from rlhf_triton.actor.algorithms.inputs import AdvantageInputs
-from rlhf_triton.config import RewardsSection
+from rlhf_triton.config.actor import RewardsSection
 
 EPSILON = 1e-8
 

@@ -10,7 +10,7 @@ from rlhf_triton.actor.vllm.connection import VllmClient, token_rules
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
-from rlhf_triton.config import ClientSettings
+from rlhf_triton.config.client import ClientSettings
 
 
 class VllmSampler:

@@ -22,7 +22,7 @@ from rlhf_triton.actor.data.prompt_files import (
 )
 from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, without_embedding
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import reason_of
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.rewards.groups import GROUP_KEY

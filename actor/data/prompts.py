@@ -16,7 +16,7 @@ import numpy as np
 
 from rlhf_triton.actor.data.prompt_files import PromptError, fingerprint, open_rows
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader
-from rlhf_triton.config import PromptFileSection
+from rlhf_triton.config.actor import PromptFileSection
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.generation import Generation, JobSource
 from rlhf_triton.actor.generation.row_sources import IsPaused, PromptSource, RowId, RowSource, SamplingJob
 from rlhf_triton.actor.generation.slots import DecodedRow, Decoder, SamplingSettings, TokenSampler
-from rlhf_triton.config import GenerationSection
+from rlhf_triton.config.actor import GenerationSection
 from rlhf_triton.models.adapters import with_merged_layers
 from rlhf_triton.models.device_errors import is_device_error, is_out_of_memory
 from rlhf_triton.models.gpu import to_device

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.generation.conversations import ConversationRunner, ConversationSource
 from rlhf_triton.actor.generation.row_sources import Finished, IsPaused, PromptSource, SamplingJob
-from rlhf_triton.config import GenerationSection
+from rlhf_triton.config.actor import GenerationSection
 from rlhf_triton.models.out_of_memory import MemoryBudget
 
 JobSource = PromptSource | ConversationSource

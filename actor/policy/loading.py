@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
 from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
 from rlhf_triton.checkpoints.row_length import fix_forward, max_positions, stable_length
-from rlhf_triton.config import PolicySection
+from rlhf_triton.config.actor import PolicySection
 from rlhf_triton.models.precision import computing, use_bfloat16
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine import preparation

@@ -37,7 +37,7 @@ from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
-from rlhf_triton.config import ActorSection, GenerationSection
+from rlhf_triton.config.actor import ActorSection, GenerationSection
 from rlhf_triton.models.adapters import MergedWeights
 from rlhf_triton.models.gpu import GpuStream
 from rlhf_triton.models.host_waits import avoid_host_waits

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, scores_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.recording.metrics import has_signal
-from rlhf_triton.config import ActorSection, AlgorithmSection
+from rlhf_triton.config.actor import ActorSection, AlgorithmSection
 
 logger = logging.getLogger(__name__)
 RESPONSE_LIMIT = "actor.generation.max_new_tokens"  # as in `RolloutRow.truncated`

@@ -13,7 +13,7 @@ import numpy as np
 from rlhf_triton.actor.recording.trackers import TEXTS_FILE, Trackers
 from rlhf_triton.actor.run.staleness import Metric
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.monitoring.metrics import ACTOR, Exporter, Values
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line
 

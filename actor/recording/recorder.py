@@ -33,7 +33,7 @@ from rlhf_triton.actor.run.timers import TIMELINE_FILE
 from rlhf_triton.actor.run.validation import training_texts
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.models.out_of_memory import gpu_bytes
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.monitoring.tracing import end_step

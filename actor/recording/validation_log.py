@@ -12,7 +12,7 @@ from rlhf_triton.actor.recording.metrics import MetricsLog, finite, kl_text
 from rlhf_triton.actor.run.checkpoints import write_policy
 from rlhf_triton.actor.run.validation import Validation, explained_by_values, samples
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.durable import read_json, write_json
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
 

@@ -27,7 +27,8 @@ from rlhf_triton.actor.replay.sample_journal import RecordedGroups, StepResults,
 from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of, reference_of, save_checkpoint
 from rlhf_triton.actor.run.settings import actor_checkpoints, started_with
 from rlhf_triton.actor.run.step import StepTraining, policy_batch
-from rlhf_triton.config import RunConfig, RunSection
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import RunSection
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import numbers_in
 from rlhf_triton.store.record_log import DamagedRecord, StoredRecord, first_difference

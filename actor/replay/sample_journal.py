@@ -32,7 +32,7 @@ from rlhf_triton.actor.replay.recorded_steps import (
 )
 from rlhf_triton.actor.run.checkpoints import RunState
 from rlhf_triton.actor.run.settings import actor_checkpoints
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.digests import json_digest, short_digest
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.record_log import RecordLog, StoredRecord

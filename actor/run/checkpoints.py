@@ -23,7 +23,7 @@ from rlhf_triton.actor.run.settings import actor_checkpoints
 from rlhf_triton.actor.run.stopping import ENDED
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.client.errors import RequestFailed
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, write_folder, write_json
 from rlhf_triton.store.sealed_folder import DamagedCheckpoint, read_state, saved_steps, set_aside, write_sealed

@@ -34,7 +34,7 @@ from rlhf_triton.actor.run.sampling import PolicySampling
 from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.config import ActorSection, AlgorithmSection
+from rlhf_triton.config.actor import ActorSection, AlgorithmSection
 from rlhf_triton.wire.contract import VersionRange
 
 T = TypeVar("T")

@@ -12,7 +12,9 @@ from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.policy.policy import Policy, local_generation
 from rlhf_triton.actor.policy.update import PolicyUpdate
-from rlhf_triton.config import ConfigError, EnvironmentSection, GenerationSection, RunConfig
+from rlhf_triton.config.actor import GenerationSection
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.gpu import use_gpu
 from rlhf_triton.training_engine.ranks import ALONE, AnyRanks, RankLost, Ranks

@@ -11,7 +11,7 @@ from rlhf_triton.actor.run.staleness import Metric, VersionSteps
 from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
-from rlhf_triton.config import RunSection
+from rlhf_triton.config.sections import RunSection
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.wire.contract import VersionRange

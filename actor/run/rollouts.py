@@ -21,7 +21,7 @@ from rlhf_triton.actor.run.collection import Collector, GroupInFlight, has_sprea
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.staleness import needed_update
 from rlhf_triton.actor.run.timers import Timers
-from rlhf_triton.config import ActorSection
+from rlhf_triton.config.actor import ActorSection
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.wire.contract import VersionRange
 

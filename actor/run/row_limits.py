@@ -9,7 +9,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, read_config
 from rlhf_triton.checkpoints.row_length import max_positions, stable_length
 from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text, same_tokenizer
-from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection
 
 TRIAL_REPLY = "This is a trial response."

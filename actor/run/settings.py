@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
-from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.rewards import read_template
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC

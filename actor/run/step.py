@@ -8,7 +8,7 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import Group, conversations_of, rows_of
 from rlhf_triton.actor.policy.update import PolicyUpdate, PolicyUpdateResult
 from rlhf_triton.actor.run.checkpoints import RunState
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 
 
 class StepTraining:

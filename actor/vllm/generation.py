@@ -22,7 +22,7 @@ from rlhf_triton.actor.vllm.policy_versions import PolicyServer, PolicyVersions
 from rlhf_triton.client.errors import ReplyLost
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget
-from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 
 MODEL = "vLLM"  # in error messages

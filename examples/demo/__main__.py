@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.demo import agent, llm, prepare, reasoning
-from rlhf_triton.config import load_config
 from rlhf_triton.config.command_line import reporting
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.tools.server.child import LIBRARY_ENV
 
 CONFIGS = {

@@ -239,7 +239,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, seed: int) -> 
     """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
     from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
     from rlhf_triton.actor.policy.policy import Policy
-    from rlhf_triton.config import ActorSection, GenerationSection, PolicySection, PromptsSection
+    from rlhf_triton.config.actor import ActorSection, GenerationSection, PolicySection, PromptsSection
 
     generation = GenerationSection(
         max_new_tokens=NEW_TOKENS * PIECES_PER_REPLY, temperature=TEMPERATURE, batch_size=BATCH

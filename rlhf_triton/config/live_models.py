@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from rlhf_triton.wire.contract import CRITIC, REWARD_CHECKPOINT, REWARD_MODEL
 
 if TYPE_CHECKING:
-    from rlhf_triton.config import RunConfig
+    from rlhf_triton.config.run_config import RunConfig
 
 LIVE_MODELS = ("critic", "reward")
 

@@ -11,7 +11,7 @@ from rlhf_triton.config.actor import ActorSection
 from rlhf_triton.config.algorithms import LOSSES
 
 if TYPE_CHECKING:
-    from rlhf_triton.config import RunConfig
+    from rlhf_triton.config.run_config import RunConfig
 
 Rule = tuple[bool, str, tuple[str, ...]]
 """Whether the rule applies, why its keys then have no effect, and its keys or sections."""

@@ -15,7 +15,7 @@ from aiohttp import web
 from openenv_server import OpenEnvServer
 
 from rlhf_triton.actor.environments.pool import EnvironmentFailed, Environments, StepResult
-from rlhf_triton.config import EnvironmentSection
+from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.rewards.function import FunctionError
 
 FILE = Path(environment_classes.__file__)

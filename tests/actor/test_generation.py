@@ -28,7 +28,7 @@ from rlhf_triton.actor.generation.row_sources import NewRow, RowId, SamplingJob,
 from rlhf_triton.actor.generation.shared_prompts import can_share, response_hidden, shared_passes
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings, draw
 from rlhf_triton.actor.policy.policy import Policy
-from rlhf_triton.config import GenerationSection
+from rlhf_triton.config.actor import GenerationSection
 
 VOCAB = 64
 EOS = 2

@@ -54,7 +54,7 @@ from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, nu
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.jsonl import read_jsonl

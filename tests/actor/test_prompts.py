@@ -17,7 +17,7 @@ from tiny_tokenizers import ADDED, CHATS, PLAIN_CHAT, make_text_tokenizer
 from rlhf_triton.actor.data.prompt_files import PromptError, read_rows
 from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
 from rlhf_triton.checkpoints.tokenization import encode_text
-from rlhf_triton.config import PromptFileSection
+from rlhf_triton.config.actor import PromptFileSection
 from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"

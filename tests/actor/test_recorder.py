@@ -38,9 +38,10 @@ from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ActorSection, ConfigError, PolicySection, RunConfig, load_config
-from rlhf_triton.config.actor import Tracker
+from rlhf_triton.config.actor import ActorSection, PolicySection, Tracker
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.optimizer import OptimizerSection
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps

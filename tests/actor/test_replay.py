@@ -28,7 +28,9 @@ from rlhf_triton.actor.replay.sample_journal import SampleJournal
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints
 from rlhf_triton.actor.run.settings import actor_checkpoints, find_changes, write_settings
 from rlhf_triton.client.client import TrainAnswer
-from rlhf_triton.config import RunConfig, RunSection, load_config, parse_config
+from rlhf_triton.config.loading import load_config, parse_config
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import RunSection
 from rlhf_triton.store.durable import numbers_in
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import read_jsonl

@@ -18,7 +18,7 @@ from rlhf_triton.actor.data.rollout_rows import Group, RolloutRow, Score, conver
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.rollouts import Rollouts
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import RunSection
+from rlhf_triton.config.sections import RunSection
 from rlhf_triton.wire.contract import VersionRange
 
 MEDIAN_S = 10.0

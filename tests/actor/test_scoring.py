@@ -41,7 +41,7 @@ from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rende
 from rlhf_triton.client.errors import RequestRefused
 from rlhf_triton.client.reward_source import chat_row, text_row
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.function_reward import FunctionReward
 from rlhf_triton.python_backend.serving.requests import RowReader

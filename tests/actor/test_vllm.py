@@ -19,8 +19,8 @@ from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.vllm import connection
 from rlhf_triton.actor.vllm.generation import VllmGeneration
-from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"

@@ -20,7 +20,7 @@ from live_system import ENVIRONMENT, make_run, start_server, stop_process, wait_
 from manifests import DEPLOY, OVERLAYS, containers, manifests, pods
 
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.drain import DRAIN_S
 from rlhf_triton.tools.server.ports import is_open

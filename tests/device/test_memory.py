@@ -23,7 +23,7 @@ from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit
 from tiny_checkpoints import save_tiny
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.models.out_of_memory import MemoryBudget, OutOfMemory, gpu_bytes
 from rlhf_triton.store.heartbeat import Heartbeat
 from rlhf_triton.store.journal import Journal

@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlhf_triton.actor.capture.http import NOT_HONOURED
 from rlhf_triton.client import reward_source
-from rlhf_triton.config import ConfigError, GatewaySection, RunConfig
+from rlhf_triton.config.run_config import ConfigError, RunConfig
+from rlhf_triton.config.sections import GatewaySection
 from rlhf_triton.tools.gateway import app, command
 from rlhf_triton.tools.gateway.command import check_key
 from rlhf_triton.tools.gateway.reward_protocols import activated

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_triton.config import ConfigError, RewardTerm, RunConfig, load_config
 from rlhf_triton.config.actor import CORRECTION_CHOICES, needs_correction
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
 from rlhf_triton.config.keys import keys_of
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.other_names import ADVICE, OTHER_NAMES, hint_at
+from rlhf_triton.config.rewards import RewardTerm
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.without_effect import effect_line, without_effect
 from rlhf_triton.models.placement import device_of, devices_of, own_device
 

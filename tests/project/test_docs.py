@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 import rlhf_triton as rt
-from rlhf_triton.config import RewardTerm, RunConfig, load_config
 from rlhf_triton.config.keys import keys_of
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.rewards import RewardTerm
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.rewards.function import Sample, load_function
 from rlhf_triton.tools.__main__ import module_of

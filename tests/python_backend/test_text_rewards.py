@@ -36,7 +36,7 @@ from rlhf_triton.checkpoints.tokenization import (
     special_tokens,
     turn_ends,
 )
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.wire.contract import (

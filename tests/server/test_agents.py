@@ -13,7 +13,7 @@ import yaml
 from live_system import POSITIONS, make_run, run_actor, start_system, wait_for
 from safetensors.numpy import load_file
 
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -25,7 +25,7 @@ from live_system import direct_rewards
 from shebang import SHEBANG
 from tiny_models import tiny_server, write_repository
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.control_key import VARIABLE, control_key
 from rlhf_triton.tools.render_configs import DEFAULT_REPOSITORY, parse_pbtxt, render_repository

@@ -24,7 +24,7 @@ from settled import statistics
 from rlhf_triton.actor.run.staleness import needed_update
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.model_servers import ModelServers
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.weights import main as weights
 from rlhf_triton.wire.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
-from rlhf_triton.config import ServerSection
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools.server import health as server_health
 from rlhf_triton.tools.server import supervisor as supervisor_module
 from rlhf_triton.tools.server.health import (

@@ -27,7 +27,8 @@ from tiny_models import (
 )
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
-from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server import shared_memory
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
@@ -268,7 +269,8 @@ def test_stub_failure_finds_a_fatal_python_error_in_the_log(tmp_path):
 OWNER = """
 import os, subprocess, sys
 from pathlib import Path
-from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server import shared_memory
 shared_memory.SHARED_MEMORY = Path(sys.argv[1])

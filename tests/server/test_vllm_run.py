@@ -28,7 +28,8 @@ from rlhf_triton.actor.generation.conversations import ConversationRunner
 from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.policy.policy import Policy, local_generation
 from rlhf_triton.actor.vllm.generation import VllmGeneration
-from rlhf_triton.config import EnvironmentSection, RunConfig
+from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.tools.server.vllm import VllmServer

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import psutil
 from live_system import make_run
 
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import read_state

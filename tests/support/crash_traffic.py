@@ -14,7 +14,7 @@ from crash_system import Background
 import rlhf_triton.client.client
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused
-from rlhf_triton.config import ClientSettings
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 VOCAB_SIZE = 100

@@ -16,7 +16,8 @@ from tritonclient.utils import deserialize_bytes_tensor
 from rlhf_triton.client import reward_source
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.retry import RETRIES
-from rlhf_triton.config import ClientSettings, GatewaySection
+from rlhf_triton.config.client import ClientSettings
+from rlhf_triton.config.sections import GatewaySection
 from rlhf_triton.tools.gateway import app, rows
 from rlhf_triton.tools.gateway.command import bounded
 from rlhf_triton.wire.contract import REWARD_MODEL

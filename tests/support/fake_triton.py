@@ -8,7 +8,7 @@ from aiohttp import web
 from fake_server import FakeServer
 
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ClientSettings
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.wire.contract import DEMANDED, IN_JOURNAL
 
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."

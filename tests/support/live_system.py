@@ -28,7 +28,10 @@ from transformers import (
 )
 
 from rlhf_triton.client.control_plane import ControlPlane
-from rlhf_triton.config import ActorSection, RunConfig, TrainerSection, load_config
+from rlhf_triton.config.actor import ActorSection
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.control_key import GRPC_HEADER, control_key
 from rlhf_triton.store.journal import Journal

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_triton.config import TrainerSection
+from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.models import language_model, modeling, token_reward
 from rlhf_triton.trainer.trained_critic import TrainedCritic
 

@@ -15,7 +15,7 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.checkpoints import save_checkpoint
 from rlhf_triton.actor.run.policies import follow_rank_0, make_policy
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RankFailed
 from rlhf_triton.models import adapters
 from rlhf_triton.training_engine.ranks import ALONE, Ranks

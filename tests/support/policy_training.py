@@ -12,7 +12,7 @@ from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.run.checkpoints import RunState, check_checkpoint_of
-from rlhf_triton.config import RewardsSection
+from rlhf_triton.config.actor import RewardsSection
 
 
 def trainable_policy(**settings):

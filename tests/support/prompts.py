@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_triton.actor.data.prompt_reader import PromptReader
 from rlhf_triton.actor.data.prompts import Positions, StepInputs
-from rlhf_triton.config import PromptFileSection
+from rlhf_triton.config.actor import PromptFileSection
 from rlhf_triton.store.jsonl import write_jsonl
 
 

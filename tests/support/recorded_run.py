@@ -22,7 +22,8 @@ from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import SETTINGS_FILE
 from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ActorSection, RunConfig
+from rlhf_triton.config.actor import ActorSection
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.durable import write_json
 
 NUM_ROWS = 4

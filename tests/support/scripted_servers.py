@@ -5,7 +5,7 @@ import asyncio
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind
 from rlhf_triton.client.pool import ServerPool
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ClientSettings
+from rlhf_triton.config.client import ClientSettings
 
 REFUSED = AttemptFailed(ErrorKind.UNREACHABLE, "cannot be reached", "Connection refused")
 LOST = AttemptFailed(ErrorKind.LOST, "did not respond within 1 s")

@@ -2,7 +2,8 @@
 
 from pydantic import BaseModel
 
-from rlhf_triton.config import ActorSection, TrainerSection
+from rlhf_triton.config.actor import ActorSection
+from rlhf_triton.config.sections import TrainerSection
 
 
 def actor_section(**settings):

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from settings import nested
 from tiny_checkpoints import VOCAB
 
-from rlhf_triton.config import RunConfig, TrainerSection
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.serving_records import ServingRecord

@@ -9,7 +9,7 @@ from samples import groups_of, scored_samples
 
 from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.actor.replay.sample_journal import SampleJournal
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.durable import make_folder
 from rlhf_triton.store.record_log import StoredRecord
 

@@ -2,7 +2,7 @@
 
 import json
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.jsonl import write_jsonl
 from rlhf_triton.tools.report.data import finish_run

@@ -5,7 +5,7 @@ import os
 
 import psutil
 
-from rlhf_triton.config import ServerSection
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
 from rlhf_triton.tools.server.triton_home import find_tritonserver, lay_out_backends
 from rlhf_triton.tools.server.tritonserver import TritonServer

@@ -8,7 +8,7 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.vllm.generation import VllmGeneration
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 
 PROMPTS = [Prompt("", "", np.asarray(tokens)) for tokens in ([3, 4], [5], [6, 7, 8])]
 END = [5, 6, 7, 1]

@@ -20,8 +20,8 @@ from live_system import make_run
 from shebang import SHEBANG
 
 from rlhf_triton.actor.run.settings import write_settings
-from rlhf_triton.config import load_config
 from rlhf_triton.config.command_line import add_run_arguments
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import exclusive_lock, write_json
 from rlhf_triton.store.heartbeat import Heartbeat

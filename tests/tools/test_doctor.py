@@ -21,7 +21,7 @@ from live_system import wait_for
 from small_disk import small_disk
 from tiny_checkpoints import change_tensors
 
-from rlhf_triton.config import ServerSection
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools import doctor
 from rlhf_triton.tools.checks import machine
 from rlhf_triton.tools.checks.findings import Level

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rlhf_triton.actor.environments.pool import Environments
-from rlhf_triton.config import load_config
 from rlhf_triton.config.environment import EnvironmentSection
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.tools.init import main
 
 

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import RewardSection, load_config
 from rlhf_triton.config.labels import attribute_weights
-from rlhf_triton.config.sections import Standardization
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.sections import RewardSection, Standardization
 from rlhf_triton.models.modeling import load_reward
 from rlhf_triton.tools import convert_pickled, init, unpickle
 

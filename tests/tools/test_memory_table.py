@@ -9,7 +9,9 @@ from settings import nested
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.generation.cache import SlotCache, cache_layers
-from rlhf_triton.config import ActorSection, ConfigError, load_config
+from rlhf_triton.config.actor import ActorSection
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import ConfigError
 from rlhf_triton.models.modeling import load_reward
 from rlhf_triton.tools import memory_table, run, serve
 from rlhf_triton.tools.memory_table import COLUMNS, Held, _roles, memory_lines, model_bytes, token_model

@@ -19,7 +19,9 @@ from versions import reseal
 from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
+from rlhf_triton.config.actor import ActorSection
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.tools import render_configs as render
 from rlhf_triton.tools.server.model_loading import compile_ahead, load_order

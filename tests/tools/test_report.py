@@ -21,7 +21,7 @@ from synthetic_run import EVIL, write_run
 from rlhf_triton.actor.data.recorded import SampledTurn
 from rlhf_triton.actor.data.rollout_rows import Group, Score
 from rlhf_triton.actor.data.sample_records import record_of
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.record_log import RecordLog, StoredRecord
 from rlhf_triton.store.run_lock import only_actor, only_run

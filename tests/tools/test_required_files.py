@@ -27,8 +27,10 @@ from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import ActorSection, ConfigError, RunConfig, load_config
+from rlhf_triton.config.actor import ActorSection
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.required_files import check_critic, check_files
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.tools import render_configs

@@ -22,7 +22,7 @@ from recorded_run import RecordedRun
 from synthetic_run import write_run
 
 import rlhf_triton as rt
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.function import load_function
 from rlhf_triton.store.jsonl import read_jsonl

@@ -24,7 +24,7 @@ from tiny_models import regions, server_processes, write_repository, write_scori
 from tiny_serve import serve, wait_for, write_run
 
 from rlhf_triton.client.control_plane import ControlPlane
-from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools.checks.prompt_rows import check_prompts

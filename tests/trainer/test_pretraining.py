@@ -16,7 +16,8 @@ from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer, save_chat_pol
 from versions import flip, reseal, tensor_types
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import CriticSection, RunConfig, TrainerSection
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import CriticSection, TrainerSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.modeling import load_critic, quiet_transformers
 from rlhf_triton.store.journal import Journal

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sidecar_rig import payload
 from tiny_checkpoints import save_tiny
 
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.models.canary import canary_row, check_canary
 from rlhf_triton.models.modeling import load_critic
 from rlhf_triton.python_backend.serving.versions.follower import Follower

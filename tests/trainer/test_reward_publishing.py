@@ -11,7 +11,7 @@ from sidecar_rig import Instance
 from tiny_checkpoints import change_tensors
 from versions import flip
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.models.modeling import load_reward, quiet_transformers
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.weights import main

@@ -13,7 +13,7 @@ from tiny_checkpoints import MIXTURES, save_tiny, save_with_layers
 from versions import flip
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.config import CriticSection
+from rlhf_triton.config.sections import CriticSection
 from rlhf_triton.models.heads import ModelHead
 from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore

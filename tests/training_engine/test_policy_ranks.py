@@ -23,7 +23,7 @@ from rlhf_triton.actor.generation.row_sources import SamplingJob
 from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.samplers import OtherSamplers
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
 from rlhf_triton.training_engine.ranks import ALONE, Ranks

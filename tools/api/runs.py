@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rlhf_triton.config import RunConfig, load_config
 from rlhf_triton.config.algorithms import ALGORITHMS
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.process import RUN_MODULE, how_ended

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from rlhf_triton.client.rows import plain
-from rlhf_triton.config import RunConfig, parse_config
 from rlhf_triton.config.keys import value_at
+from rlhf_triton.config.loading import parse_config
 from rlhf_triton.config.rewards import MODEL_TERM
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC, with_absolute_path
 from rlhf_triton.store.durable import is_locked, replace_file

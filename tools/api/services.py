@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_triton.client.critic import CriticClient
 from rlhf_triton.client.reward import RewardClient
-from rlhf_triton.config import load_config
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.journal import Journal

@@ -12,9 +12,9 @@ from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_col
 from rlhf_triton.actor.run.row_limits import TRIAL_REPLY, check_lengths, check_renderings
 from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.config import ConfigError, RunConfig
 from rlhf_triton.config.required_files import has_chat_template
 from rlhf_triton.config.rewards import text_parameters
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY
 from rlhf_triton.tools.checks.special_tokens import template_problem

@@ -14,7 +14,7 @@ from rlhf_triton.checkpoints.tokenization import (
     same_tokenizer,
     special_tokens_in,
 )
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.tools.checks.findings import Finding, warning
 from rlhf_triton.wire.chats import (
     PROBE,

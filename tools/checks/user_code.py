@@ -14,8 +14,9 @@ from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
 from rlhf_triton.actor.run.row_limits import TRIAL_REPLY
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import ConfigError, EnvironmentSection
+from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.config.required_files import tokenizer_folder
+from rlhf_triton.config.run_config import ConfigError
 from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, FunctionError, Sample
 from rlhf_triton.rewards.pool import FunctionCall, WorkerPool
 from rlhf_triton.tools.checks.findings import Finding, failed, warning

@@ -15,8 +15,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ConfigError, GatewaySection, RunConfig, load_config
 from rlhf_triton.config.command_line import log_to_stderr, report, run_parser
+from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.run_config import ConfigError, RunConfig
+from rlhf_triton.config.sections import GatewaySection
 from rlhf_triton.errors import REPORTED
 from rlhf_triton.monitoring.log_lines import is_json, say
 from rlhf_triton.tools.arguments import parse

@@ -11,8 +11,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from rlhf_triton.actor.run.settings import SETTINGS_FILE, flattened
-from rlhf_triton.config import RewardTerm, RunConfig
 from rlhf_triton.config.command_line import reporting
+from rlhf_triton.config.rewards import RewardTerm
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import replace_file
 from rlhf_triton.tools.arguments import parse

@@ -11,7 +11,7 @@ import numpy as np
 from rlhf_triton.actor.replay.recorded_steps import OLD_LOGPROBS, STORED_TENSOR, RecordedSteps, find_steps
 from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
-from rlhf_triton.config import RunSection
+from rlhf_triton.config.sections import RunSection
 from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.rewards.function import MESSAGES_KEY
 from rlhf_triton.tools.report.data import RunRecord

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from rlhf_triton.client.control_plane import ControlPlane
-from rlhf_triton.config import ServerSection
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools.server.child import WaitCheck
 from rlhf_triton.tools.server.server_log import Log
 from rlhf_triton.tools.server.triton_home import (

@@ -7,7 +7,8 @@ import re
 import socket
 from pathlib import Path
 
-from rlhf_triton.config import RunConfig, ServerSection
+from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.tools.server.triton_home import ServerStartError
 

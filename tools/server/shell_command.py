@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from rlhf_triton.config import RunConfig
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.path_alias import special_prefix
 from rlhf_triton.store.control_key import KEY_FILE, VARIABLE, key_in
 from rlhf_triton.tools.server.model_loading import compile_ahead

@@ -16,7 +16,7 @@ import psutil
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.client.errors import UNREADABLE
-from rlhf_triton.config import ServerSection
+from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.path_alias import plain_alias
 from rlhf_triton.store.durable import write_json
 from rlhf_triton.tools.server.child import Child, WaitCheck

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from rlhf_triton.config import ConfigError, RunConfig
+from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.tools.server.child import Child, WaitCheck
 from rlhf_triton.tools.server.health import get_page
 from rlhf_triton.tools.server.triton_home import ServerStartError

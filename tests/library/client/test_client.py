@@ -22,7 +22,7 @@ from rlhf_triton.client import retry
 from rlhf_triton.client.client import REPEAT_AFTER_S, TritonClient
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed
 from rlhf_triton.client.retry import RequestCounters
-from rlhf_triton.config import ClientSettings
+from rlhf_triton.config.client import ClientSettings
 from rlhf_triton.wire.contract import (
     CRITIC,
     CRITIC_INFER,
@@ -349,7 +349,7 @@ STOPPED = """
 import asyncio, signal, sys
 import numpy as np
 from rlhf_triton.client.client import TritonClient
-from rlhf_triton.config import ClientSettings
+from rlhf_triton.config.client import ClientSettings
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -15,7 +15,7 @@ from rlhf_triton.client import retry
 from rlhf_triton.client.errors import AttemptFailed, ErrorKind, RequestFailed
 from rlhf_triton.client.retry import PER_REQUEST, Attempts, RetryBudget
 from rlhf_triton.client.training_queue import TrainingQueue
-from rlhf_triton.config import ClientSettings
+from rlhf_triton.config.client import ClientSettings
 
 WRONG = AttemptFailed(ErrorKind.WRONG, "refused", "step: 9")
 RESET = AttemptFailed(ErrorKind.LOST, "cannot be reached", "Connection reset by peer", hint="; is it there?")

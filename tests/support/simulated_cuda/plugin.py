@@ -45,7 +45,7 @@ def pytest_runtest_setup():
 
 def default_to_gpus():
     """Make `cuda` the default of each `device` in the configuration, and float32 that of each precision."""
-    from rlhf_triton.config import RunConfig
+    from rlhf_triton.config.run_config import RunConfig
     from rlhf_triton.config.sections import Section
 
     done = set()
