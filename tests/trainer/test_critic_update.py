@@ -8,12 +8,20 @@ import pytest
 import torch
 from critic_training import arrays, payload, settings, silent, trained, weights
 from loaders import load_trained
-from tiny_checkpoints import VOCAB
+from tiny_checkpoints import VOCAB, save_tiny
 
 from rlhf_triton.trainer.critic_update import CriticUpdate, split_rows
 from rlhf_triton.trainer.value_loss import clipped_value_loss
 from rlhf_triton.wire.contract import Limits
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic")
+    save_tiny(folder, "llama", "critic")
+    return folder
+
 
 # ---- the loss ----
 

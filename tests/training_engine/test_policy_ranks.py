@@ -192,7 +192,7 @@ def updated_by_custom_loss(ranks, folder, spec):
     """Return the metrics of an update whose rank with the first group returns metrics in another order."""
     ranks.announce = lambda *_, **__: None
     _, update = make(settings_of(folder, "one micro-batch", minibatch_size=7, loss=spec), ranks)
-    metrics = update.run(replace(batch_of(0), groups=torch.arange(7)), seed=0, kl_coef=0.0)
+    metrics = update.run(replace(batch_of(0), groups=torch.arange(7)), seed=0, kl_coef=0.0).metrics
     return metrics["train_optim/one"], metrics["train_optim/thousand"]
 
 
