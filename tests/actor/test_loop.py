@@ -43,6 +43,7 @@ from rlhf_triton.actor.data.rollout_rows import row_of_response
 from rlhf_triton.actor.loop import TrainingRun
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
+from rlhf_triton.actor.replay.sample_journal import SampleJournal
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update
 from rlhf_triton.actor.run.step import StepTraining
@@ -829,7 +830,8 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     assert samples.endswith("of steps 1 to 3; `rlhf-triton replay` reads them; sampled ahead: 6 groups, policy lag 2")
     again, other = (make_grpo(tmp_path, checkpoints, **AHEAD, temperature=each) for each in (1.0, 0.5))
     changed = make_grpo(tmp_path, checkpoints, **AHEAD)
-    changed.samples._sampling = "of another model"
+    changed.policy.fingerprint = "of another model"
+    changed.samples = SampleJournal(load_config(tmp_path / "run.yaml"), changed.samples._state)
     for each, count in ((again, 6), (other, 0), (changed, 0)):
         each.inputs.record(2, Positions(4))
         assert len(each.samples.sampled(2)) == count, "groups of other sampling settings, model or prompts are kept"

@@ -3,10 +3,12 @@
 import copy
 import math
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 from critic_training import arrays, payload, settings, silent, trained, weights
+from hypothesis import strategies as st
 from loaders import load_trained
 from tiny_checkpoints import VOCAB, save_tiny
 
@@ -50,30 +52,44 @@ def test_clipped_value_loss_matches_hand_computed_values_on_each_side_of_the_cli
         assert found.item() == pytest.approx(0.5 * plain / 3)
 
 
-def loss_and_gradient(values, *others, micro):
+def loss_and_gradient(values, *others, clip_value, micro):
     """Add up the micro-batches of `micro` rows; the last tensor is the mask."""
     leaf = values.clone().requires_grad_()
     total = torch.zeros((), dtype=values.dtype)
     for rows in (slice(start, start + micro) for start in range(0, len(values), micro)):
         parts = [tensor[rows] for tensor in (leaf, *others)]
-        loss = clipped_value_loss(*parts, clip_value=0.2, num_tokens=float(others[-1].sum()))
+        loss = clipped_value_loss(*parts, clip_value=clip_value, num_tokens=float(others[-1].sum()))
         loss.backward()
         total += loss.detach()
     return total, leaf.grad
 
 
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("micro", [1, 2, 5])
-def test_value_loss_depends_neither_on_the_split_nor_on_what_is_outside_the_mask(micro, junk):
-    values, prev, returns, uniform = torch.rand(
-        4, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
-    mask = (uniform < 0.7).double()
-    mask[0] = 0  # a micro-batch may be nothing but padding
-    expected = loss_and_gradient(values, prev, returns, mask, micro=5)
-    assert expected[0] > 0
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    seed=st.integers(0, 2**31),
+    batch=st.integers(1, 5),
+    width=st.integers(1, 6),
+    clip_value=st.sampled_from([-1.0, 0.0, 0.1, 0.2, 5.0]),
+    micro=st.integers(1, 5),
+    junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]),
+)
+def test_value_loss_and_gradient_match_a_loop(seed, batch, width, clip_value, micro, junk):
+    """They match for any split into micro-batches and any content outside the mask."""
+    uniform = torch.rand(4, batch, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    values, prev, returns, mask = *uniform[:3], (uniform[3] < 0.7) * uniform[3]
+    mask[0] *= seed % 2  # a micro-batch, or all of the batch, may be nothing but padding
+    expected = 0.0
+    gradient = torch.zeros_like(values)
+    for row, t in mask.nonzero().tolist():
+        v, old, r, weight = (float(x[row, t]) for x in (values, prev, returns, mask))
+        plain = (v - r) ** 2
+        clipped = (min(max(v, old - clip_value), old + clip_value) - r) ** 2
+        is_clipped = clip_value > 0 and clipped > plain
+        expected += 0.5 * weight * (clipped if is_clipped else plain) / float(mask.sum())
+        gradient[row, t] = 0 if is_clipped else weight * (v - r) / float(mask.sum())
     dirty = [tensor.masked_fill(mask == 0, junk) for tensor in (values, prev, returns)]
-    torch.testing.assert_close(loss_and_gradient(*dirty, mask, micro=micro), expected)
+    found = loss_and_gradient(*dirty, mask, clip_value=clip_value, micro=micro)
+    torch.testing.assert_close(found, (f64(expected), gradient))
 
 
 # ---- the update ----
