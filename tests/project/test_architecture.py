@@ -94,6 +94,8 @@ def test_modules_that_do_not_compute_never_import_torch(tmp_path):
     assert not guilty[:1], f"{guilty[:1]} imports torch or transformers"
     contract = imported_after(NUMPY_ALONE, tmp_path)[NUMPY_ALONE[-1]]
     assert contract & {*HEAVY, "numpy"} == {"numpy"}
+    client = imported_after(["rlhf_triton.client.reward"], tmp_path)["rlhf_triton.client.reward"]
+    assert not client & {"aiohttp", "tritonclient"}, "a client that is not made yet imports what only requests need"
 
 
 def test_clients_and_the_gateway_are_installed_without_torch():
