@@ -4,6 +4,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import ctypes
 import gc
 import hmac
 import ipaddress
@@ -34,7 +35,7 @@ NO_KEY = "no valid key: send `Authorization: Bearer KEY`, or put the key into th
 DEADLINE_S = 60.0  # for the rewards of a row, retries included
 BODY_S = 30.0  # for a body to arrive
 SMALL_BODY_BYTES = 65_536
-COLLECTED_BYTES = 1_000_000  # after a larger body garbage is collected, which takes some 50 ms
+COLLECTED_BYTES = 1_000_000  # after a larger body memory is released, which takes some 50 ms
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
 SESSIONS = "/sessions/"
@@ -145,8 +146,8 @@ class RequestGuard:
             body = await self._received(receive, size, limit, arriving)
             if len(body) > SMALL_BODY_BYTES:
                 await reserved.enter_async_context(self._room.reserved(len(body)))
-            if len(body) > COLLECTED_BYTES:  # what was parsed is in cycles, and would stay beside the next
-                reserved.callback(gc.collect)
+            if len(body) > COLLECTED_BYTES:
+                reserved.push_async_callback(asyncio.to_thread, _release_memory)
         if _num_items(body) > MAX_ITEMS:
             raise HttpError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
         return bytes(body)
@@ -180,6 +181,16 @@ class RequestGuard:
                     arriving.callback(self._arriving.pop, arriving, None)
                 self._arriving[arriving] = len(body)
         return body
+
+
+def _release_memory() -> None:
+    """Return what a large body took to the operating system.
+
+    What was parsed is in cycles, and would stay beside the next body; glibc keeps what its threads have freed.
+    """
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # of another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _refuse_pages(headers: Mapping[str, str]) -> None:
