@@ -96,7 +96,7 @@ def _train(config: RunConfig, ranks: AnyRanks, *, accepts_changes: bool) -> int:
 
     async def ppo() -> None:
         key = os.environ.get(config.server.training_key_env or "")
-        async with TritonClient(config.server.http_url, config.actor.client, training_key=key) as client:
+        async with TritonClient(config.server_url("http"), config.actor.client, training_key=key) as client:
             if config.needs_server:
                 model = REWARD_MODEL if config.serves_rewards else CRITIC if config.serves_critic else REFERENCE
                 await client.describe(model)  # fails before models are loaded if no server answers

@@ -188,7 +188,7 @@ def start_server(config: RunConfig, *, log: Log = print, check: WaitCheck = lamb
     )
     try:
         server.start()
-        server.wait_ready(config.server_dir / "server.json", check)
+        server.wait_ready(config.server_file, check)
         _warn_if_exposed(server, log)
     except BaseException:  # also that of `check`, since the caller has no server to stop yet
         server.stop()

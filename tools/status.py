@@ -24,7 +24,6 @@ from rlhf_triton.store.run_lock import in_progress, read_phase
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.server.health import is_triton
-from rlhf_triton.tools.server.ports import server_urls
 from rlhf_triton.tools.server.server_log import is_noise, last_lines
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
@@ -87,7 +86,7 @@ def _last_step(config: RunConfig) -> int:
 
 def _server(config: RunConfig) -> str:
     """Return where the server is, and whether it is up."""
-    url = server_urls(config)["http"]
+    url = config.server_url("http")
     if url.endswith(":0"):
         return "has not begun"
     return f"http://{url} {'is up' if is_triton(url) else 'does not answer'}"

@@ -19,7 +19,6 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.weights import MANIFEST_FILE, WeightsError, WeightsStore
 from rlhf_triton.tools.arguments import parse
-from rlhf_triton.tools.server.ports import server_urls
 
 PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
 
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not served or (args.model == "critic" and not config.serves_critic):
         raise ConfigError(
             "no versions are served: the configuration has no critic, and reward.store is false"
-            f"; http://{server_urls(config)['http']}/v2/health/ready tells whether its server is ready"
+            f"; http://{config.server_url('http')}/v2/health/ready tells whether its server is ready"
         )
     model = live_model(config, args.model or served[0])
     store = WeightsStore(model.store)
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         case "publish":
             publish(config, model, store, args.path)
         case "ready":
-            return ready(model, store, args.server or config.server.grpc_url)
+            return ready(model, store, args.server or config.server_url("grpc"))
     return 0
 
 

@@ -92,8 +92,7 @@ class Publisher:
         self._store = store
         self._run_id = run_id
         self._epoch = epoch
-        servers = settings.servers or [config.server.grpc_url]
-        self._servers = ModelServers(servers, control_key(store.root), model=model.served_as)
+        self._config = config
         self._model = model.served_as
         self._reload = model.reload
         self._keep = settings.publish.keep
@@ -262,7 +261,9 @@ class Publisher:
         An unreachable server is not an error: it loads the current version when it starts again.
         """
         try:
-            outcomes = self._servers.load(self._store.current() or 0, timeout_s=SERVE_TIMEOUT_S)
+            addresses = self._config.trainer.servers or [self._config.server_url("grpc")]
+            servers = ModelServers(addresses, control_key(self._store.root), model=self._model)
+            outcomes = servers.load(self._store.current() or 0, timeout_s=SERVE_TIMEOUT_S)
         except ControlPlaneError as error:  # a DNS name could not be resolved
             logger.warning("%s", error)
             return []

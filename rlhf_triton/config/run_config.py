@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from pydantic import PrivateAttr, model_validator
 
@@ -44,6 +44,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.placement import Place, check_gpus, devices_of, ranks_here
 from rlhf_triton.rewards.function import KEY_OPTION
 from rlhf_triton.store import control_key
+from rlhf_triton.store.durable import read_json
 from rlhf_triton.wire.contract import MODEL_TERM
 
 
@@ -190,6 +191,21 @@ class RunConfig(Section):
     def server_dir(self) -> Path:
         """Folder of the server's own files."""
         return self.server.dir or self.run.dir
+
+    @property
+    def server_file(self) -> Path:
+        """File in which a server that is ready writes its process ID and its URLs."""
+        return self.server_dir / "server.json"
+
+    def server_url(self, protocol: Literal["http", "grpc", "metrics"]) -> str:
+        """Return `host:port` of the server.
+
+        If the configured port is 0, the server has chosen one: return what it wrote when it was ready, or port 0.
+        """
+        configured = f"{self.server.host}:{getattr(self.server, f'{protocol}_port')}"
+        if not configured.endswith(":0"):
+            return configured
+        return str((read_json(self.server_file) or {}).get(protocol, configured))
 
     @property
     def has_actor(self) -> bool:

@@ -15,6 +15,7 @@ from versions import flip, reseal, tensor_types
 
 import rlhf_triton.store.weights as weights_module
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, WEIGHTS_FILE
+from rlhf_triton.client.control_plane import ControlPlaneError
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.digests import digest_of
 from rlhf_triton.models.canary import canary_row, check_canary
@@ -23,6 +24,7 @@ from rlhf_triton.store.durable import write_json
 from rlhf_triton.store.serving_records import ServingRecord
 from rlhf_triton.store.weights import Manifest, Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_update import load_update
+from rlhf_triton.trainer.publish import Publication as PublishedWeights
 from rlhf_triton.trainer.publish import Publisher
 from rlhf_triton.trainer.trained_critic import build_critic
 from rlhf_triton.trainer.verification import holds_weights, verify_alone, verify_version
@@ -262,6 +264,28 @@ def test_publish_waits_for_every_serving_instance_to_stage(llama):
     publication.say("critic_1", staged=1, staging_error="it looks odd")  # one that refuses is enough
     with pytest.raises(WeightsError, match=r"version 1 was refused by critic_1 .*: it looks odd"):
         publication.wait()
+
+
+def test_reload_reaches_the_ports_that_a_server_chose(tmp_path, llama, monkeypatch):
+    """It may restart on others. `rt.serve` has the server choose them."""
+    asked = []
+
+    class Refused:
+        def __init__(self, addresses, *_, **__):
+            asked.extend(addresses)
+
+        def load(self, version, **_):
+            raise ControlPlaneError("it is not there")
+
+    monkeypatch.setattr("rlhf_triton.trainer.publish.ModelServers", Refused)
+    sections = {"run": {"dir": tmp_path}, "server": {"grpc_port": 0}, "critic": {"reload": "triton"}}
+    publisher = Publisher(RunConfig.model_validate(sections), llama, run_id="run", epoch=1)
+    llama.records.put(ServingRecord.of_this_process("critic_0", 9))
+    for port in (7001, 7002):
+        write_json(tmp_path / "server.json", {"grpc": f"127.0.0.1:{port}"})
+        publication = PublishedWeights(write=load_on_cpu(llama.folder(0)).write, verify=lambda *_: None)
+        publisher.publish(publication, lambda _: None)
+    assert asked == ["127.0.0.1:7001", "127.0.0.1:7002"]
 
 
 def test_publish_does_not_wait_for_instances_under_reload(llama):

@@ -27,7 +27,6 @@ from rlhf_triton.store.run_lock import in_progress, only_run, only_start, run_pr
 from rlhf_triton.tools.api.live_line import LiveLine
 from rlhf_triton.tools.api.sections import PROMPT_FORMS, Sections, new_folder
 from rlhf_triton.tools.server.child import start_bound
-from rlhf_triton.tools.server.ports import server_urls
 from rlhf_triton.tools.server.server_log import error_in
 
 RUN_YAML = "run.yaml"
@@ -159,7 +158,7 @@ class Run:
         """`host:port` of the run's server, for clients. Raises RlhfError unless the run is in progress."""
         if not self.is_running:
             raise RlhfError(f"{self.path} is not in progress, so it has no server; `resume` starts it")
-        return server_urls(self._config())["http"]
+        return self._config().server_url("http")
 
     @property
     def metrics(self) -> Table:

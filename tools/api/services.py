@@ -20,7 +20,6 @@ from rlhf_triton.tools.api.live_line import LiveLine
 from rlhf_triton.tools.api.runs import FolderPath
 from rlhf_triton.tools.api.sections import Sections, new_folder
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
-from rlhf_triton.tools.server.ports import server_urls
 from rlhf_triton.tools.server.server_log import error_in
 
 SERVE_YAML = "serve.yaml"
@@ -79,14 +78,14 @@ class Services:
         self._children: list[Child] = []
         self._starter = ThreadPoolExecutor(1, "services")  # a child ends with the thread that has started it
         journal = Journal(config.run.journal_dir, config.run.identity)
-        state = config.server_dir / "server.json"
+        state = config.server_file
         before = read_json(state)  # left by a server that was killed
         try:
             with LiveLine() as line:
                 line.show("starting the server")
                 command = ["rlhf_triton.tools", "serve"]
                 self._start("server", command, self.log_path, lambda: read_json(state) not in (None, before))
-                self.url = server_urls(config)["http"]
+                self.url = config.server_url("http")
                 if config.serves_critic:
                     line.show("starting the critic's sidecar")
                     log = self.log_path.with_name("sidecar.log")

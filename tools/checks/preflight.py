@@ -20,7 +20,7 @@ from rlhf_triton.tools.checks.special_tokens import token_findings, token_proble
 from rlhf_triton.tools.checks.user_code import environment, reward_functions
 from rlhf_triton.tools.render_configs import parse_pbtxt, render_configs
 from rlhf_triton.tools.server.health import is_triton
-from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, server_urls, with_free_ports
+from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.vllm import check_vllm, starts_vllm
 from rlhf_triton.wire.contract import REWARD_CHECKPOINT, REWARD_MODEL
@@ -190,7 +190,7 @@ def server_dir(run: CheckedRun) -> Iterator[Finding]:
 
 def is_running(config: RunConfig) -> bool:
     """Return whether the run's own server answers: another run's, or another program, may use the configured ports."""
-    return (config.server_dir / "server.json").is_file() and is_triton(server_urls(config)["http"])
+    return config.server_file.is_file() and is_triton(config.server_url("http"))
 
 
 def server(run: CheckedRun) -> Iterator[Finding]:
@@ -199,7 +199,7 @@ def server(run: CheckedRun) -> Iterator[Finding]:
     if not is_running(config):
         yield Finding("server", "not running")
         return
-    with ControlPlane(server_urls(config)["grpc"]) as control:
+    with ControlPlane(config.server_url("grpc")) as control:
         for model in sorted(render_configs(config)):
             start = time.monotonic()
             try:

@@ -24,7 +24,7 @@ from rlhf_triton.monitoring.log_lines import is_json, say
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.tools.server.health import is_triton
-from rlhf_triton.tools.server.ports import cannot_bind, server_urls
+from rlhf_triton.tools.server.ports import cannot_bind
 from rlhf_triton.wire.contract import REWARD_MODEL
 
 KEEP_ALIVE_S = 75  # longer than clients pool idle connections, which would otherwise break under their next request
@@ -72,10 +72,10 @@ def check_key(settings: GatewaySection) -> str | None:
 
 def server_url(config: RunConfig) -> str:
     """Return the address of the run's server. Raises ConfigError if it has a port of its choice and is not up."""
+    url = config.server_url("http")
     if config.server.http_port or config.actor.client.servers:
-        return config.server.http_url
-    url = server_urls(config)["http"]
-    if url == config.server.http_url or not is_triton(url):
+        return url
+    if url.endswith(":0") or not is_triton(url):
         raise ConfigError(
             f"server.http_port is 0, a port that the server of {config.server_dir} chooses when it starts, but it is "
             "not up; start it first, or set a port"

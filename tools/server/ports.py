@@ -7,22 +7,13 @@ import re
 import socket
 from pathlib import Path
 
-from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.sections import ServerSection
-from rlhf_triton.store.durable import read_json
 from rlhf_triton.tools.server.triton_home import ServerStartError
 
 PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
 _claims: dict[tuple[str, int], socket.socket] = {}
 CLAIM = "rlhf-on-triton-port-"  # names of abstract sockets, as /proc/net/unix lists them
 EVERY = "0.0.0.0"
-
-
-def server_urls(config: RunConfig) -> dict[str, str]:
-    """Return the URLs `http`, `grpc` and `metrics` of the run's server: as it wrote them, else as configured."""
-    section = config.server
-    written = read_json(config.server_dir / "server.json") or {}
-    return {"http": section.http_url, "grpc": section.grpc_url, "metrics": section.metrics_url, **written}
 
 
 def with_free_ports(section: ServerSection) -> ServerSection:
