@@ -72,6 +72,7 @@ class Group:
     """The conversations that start from one prompt."""
 
     conversations: tuple[Conversation, ...]
+    number: int = -1  # its place in the order of prompts; -1 if no step has taken it
 
 
 def conversations_of(groups: Sequence[Group]) -> list[Conversation]:

@@ -91,7 +91,8 @@ def group_of(record: StoredRecord) -> Group:
         for i, part in zip(having, parts, strict=True):
             rows[i][name] = part
     remaining = iter(rows)
-    return Group(tuple(tuple(_row_of(next(remaining)) for _ in range(size)) for size in header["conversations"]))
+    conversations = tuple(tuple(_row_of(next(remaining)) for _ in range(size)) for size in header["conversations"])
+    return Group(conversations, header.get("number", -1))
 
 
 def describe_damage(payload: bytes) -> str:

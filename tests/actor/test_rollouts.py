@@ -253,6 +253,9 @@ def test_groups_without_spread_are_replaced_by_the_next_ones(inputs):
     assert found.dropped == on_policy.dropped
     assert max(found.staleness) <= 2
     assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "groups are in flight at the end"
+    names = [name for name, *_ in simulation.started]
+    for groups in found.groups:
+        assert [names[group.number] for group in groups] == ids(groups), "a group's number is not its prompt's place"
 
 
 def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):

@@ -79,7 +79,7 @@ def groups(draw):
     )
     prompts = draw(st.lists(prompt, min_size=1, max_size=2))
     conversations = st.lists(st.lists(rows(prompts), min_size=1, max_size=2).map(tuple), min_size=1, max_size=3)
-    return Group(tuple(draw(conversations)))
+    return Group(tuple(draw(conversations)), number=2)
 
 
 def bits(value):
