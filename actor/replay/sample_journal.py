@@ -149,7 +149,7 @@ class SampleJournal:
     def prune(self) -> None:
         """Remove the steps before the oldest checkpoint.
 
-        Until there are more checkpoints than the run keeps, the oldest one is the start of the run.
+        While there are fewer checkpoints than the run keeps, the oldest one is the start of the run.
         """
         assert self._log is not None, "call `resume` first"
         checkpoints = saved_steps(self._checkpoints)
