@@ -147,7 +147,7 @@ def conversation_of(
 
 
 def policy_staleness(rows: Sequence[RolloutRow], step: int) -> int:
-    """Return how many of the updates before `step` the oldest weights that sampled a token of the rows lack."""
+    """Return the number of updates between the oldest weights that sampled a token of the rows and those of `step`."""
     oldest = [row.versions[row.sampled].min() for row in rows if row.versions is not None and row.sampled.any()]
     return step - 1 - int(min(oldest, default=step - 1))
 
