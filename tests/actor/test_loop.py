@@ -369,6 +369,9 @@ def test_run_continues_after_failed_critic_updates(tmp_path, checkpoints, caplog
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[-1]["client/failed_critic_updates"] == 1
     assert all(f"the gradients of {step} are not finite" in caplog.text for step in (1, 4))
+    timeline = read_jsonl(tmp_path / "timeline.jsonl")
+    timed = [line["step"] for line in timeline if line["phase"] == "critic_update"]
+    assert sorted(timed) == [1, 2, 3, 4], "the time of a failed update is missing"
 
 
 def environment_run(folder, checkpoints, name, columns, **actor):

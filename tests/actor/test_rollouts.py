@@ -302,6 +302,23 @@ def test_demanded_version_never_decreases_with_many_waiting_requests():
     asyncio.run(main())
 
 
+def test_saves_that_are_done_are_forgotten():
+    """A run of months starts thousands."""
+
+    async def main():
+        async def save(**_):
+            pass
+
+        critic = RemoteCritic(SimpleNamespace(save=save), RunSection(), is_trained=True, publish_every=1)
+        for step in range(5):
+            critic.start_save(step, [step])
+            await asyncio.gather(*critic._saves)
+        assert len(critic._saves) == 1
+        await critic.finish_saves([4])
+
+    asyncio.run(main())
+
+
 def restored(inputs, step, folder):
     """Return the inputs of a run that resumes from the checkpoint of `step`."""
     again = inputs_of(folder / "prompts.jsonl")
