@@ -2,9 +2,11 @@
 
 import asyncio
 import string
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ import torch
 from live_system import TEXTS, make_tokenizer
 from policy_sessions import CASES, LENGTHS, PROMPTS, batch_of, begin, make, session, settings_of
 from ranks import on_ranks
+from samples import a_sample
 from settings import actor_section
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
+from torch.distributed import HashStore, PrefixStore
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -24,9 +28,10 @@ from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.errors import RankFailed, RlhfError
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
-from rlhf_triton.training_engine.ranks import ALONE, Ranks
+from rlhf_triton.training_engine.ranks import ALONE, END, Ranks
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 UPDATES = 5
@@ -282,6 +287,41 @@ def after_an_abandoned_rollout(ranks, folder):
 
 def test_cancelled_rollout_on_ranks_leaves_no_row_to_the_next(folder):
     assert on_ranks(2, after_an_abandoned_rollout, folder)[0] == after_an_abandoned_rollout(ALONE, folder)
+
+
+def test_other_ranks_error_fails_only_the_operation_in_which_it_occurred():
+    """Rank 0 may have given that operation up by then."""
+    store = HashStore()
+    first, second = (
+        OtherSamplers(SimpleNamespace(rank=rank, size=2, connection=lambda name: PrefixStore(name, store)))
+        for rank in range(2)
+    )
+    rows = [a_sample([5, 6, 7]), a_sample([5, 6])]
+    errors = [RlhfError("no memory"), None, OSError("no file")]
+
+    def fails(*_, **__):
+        raise asyncio.CancelledError
+
+    def zeros(part, **_):
+        return [np.zeros(len(row.tokens), np.float32) for row in part]
+
+    def zeros_or_error(part, **_):
+        error = errors.pop(0)
+        if error is not None:
+            raise error
+        return zeros(part)
+
+    thread = threading.Thread(target=second.follow, args=(None, zeros_or_error))
+    thread.start()
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            first.logprobs(fails, rows, reference=False)
+        assert [len(each) for each in first.logprobs(zeros, rows, reference=False)] == [3, 2]
+        with pytest.raises(RankFailed, match="rank 1: no file"):
+            first.logprobs(zeros, rows, reference=False)
+    finally:
+        first._lane.announce(END)
+        thread.join()
 
 
 def test_all_ranks_fail_if_one_cannot_start_its_environment(folder):
