@@ -152,13 +152,13 @@ def policy_staleness(rows: Sequence[RolloutRow], step: int) -> int:
     return step - 1 - int(min(oldest, default=step - 1))
 
 
-def text_indices(sample: RolloutRow, tokenizer: Any) -> list[int]:
+def text_indices(row: RolloutRow, tokenizer: Any) -> list[int]:
     """Return the indices of all tokens except the end tokens of the policy's turns, which readers do not need."""
-    length = len(sample.tokens)
+    length = len(row.tokens)
     ends = set[int]()
-    turns = [(turn.start, turn.end) for turn in sample.turns or ()]
-    for begin, end in turns or [(len(sample.prompt.tokens), length)]:
-        text_tokens = without_end(tokenizer, sample.tokens[begin:end].tolist())
+    turns = [(turn.start, turn.end) for turn in row.turns or ()]
+    for begin, end in turns or [(len(row.prompt.tokens), length)]:
+        text_tokens = without_end(tokenizer, row.tokens[begin:end].tolist())
         ends.update(range(begin + len(text_tokens), end))
     return [index for index in range(length) if index not in ends]
 

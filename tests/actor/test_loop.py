@@ -177,7 +177,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
 
 
 async def test_missing_reference_logprobs_mask_the_row(policy):
-    """A request is refused, another's answer is NaN; the other rows are unaffected."""
+    """A request is refused, another's answer is NaN, a third's is too short; the remaining row is unaffected."""
 
     def change(row, found):
         if row[0] == 8:
@@ -187,12 +187,19 @@ async def test_missing_reference_logprobs_mask_the_row(policy):
         else:
             found[0] = -np.inf  # a token of the prompt that sampling never draws
 
-    reference = ServedReference(Reference(change), policy, Path())
+    class ThroughProxy(Reference):
+        async def logprobs(self, rows):
+            found = await super().logprobs(rows)
+            return found[:, :1] if rows[0][0] == 9 else found
+
+    reference = ServedReference(ThroughProxy(change), policy, Path())
     rows = await collected(policy, InstantScorer(), reference=reference)
+    failures = [row.score.failure for row in rows]
     not_finite = "reference returned log-probs that are not finite for a response"
-    assert [row.score.failure for row in rows] == ["", "reference at host refused: too late", "", not_finite]
+    assert (failures[:2], failures[3]) == (["", "reference at host refused: too late"], not_finite)
+    assert f"logprobs of shape [1, 1], but [1, {len(rows[2].tokens)}] is expected" in failures[2]
     assert all(row.score.reward == row.tokens.sum() for row in rows)
-    assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, True, False]
+    assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, False, False]
 
 
 async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy, checkpoint):
