@@ -165,7 +165,7 @@ class LocalGeneration(Generation):
 
     @contextlib.contextmanager
     def _merged_adapters(self) -> Iterator[None]:
-        """Merge the adapters into the sampler's layers within the block, on a GPU with enough memory."""
+        """Merge the adapters into the generator's layers within the block, on a GPU with enough memory."""
         with contextlib.ExitStack() as stack:
             if self._merges:
                 try:

@@ -87,7 +87,7 @@ class Generation(ABC):
 
     @abstractmethod
     def renew(self, version: int) -> None:
-        """Use the model's current weights, which are of this version; called by `Policy.renew_sampler`."""
+        """Use the model's current weights, which are of this version; called by `Policy.renew_generator`."""
 
     @abstractmethod
     def close(self) -> None:

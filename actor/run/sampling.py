@@ -51,8 +51,8 @@ class PolicySampling:
         return [*ended.values()]
 
     async def renew(self, version: int) -> None:
-        """Sample with the policy's current weights from now on; see `Policy.renew_sampler`."""
-        await self._in_thread(self._policy.renew_sampler, version)
+        """Sample with the policy's current weights from now on; see `Policy.renew_generator`."""
+        await self._in_thread(self._policy.renew_generator, version)
 
     async def settle(self) -> None:
         """Wait until all conversations have ended."""

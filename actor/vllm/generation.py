@@ -69,7 +69,7 @@ class VllmGeneration(Generation):
         self._budget = RetryBudget(RETRY_RESERVE)
 
     def renew(self, version: int) -> None:
-        """Publish the sampler's weights, if they changed, as a version that servers load.
+        """Publish the generator's weights, if they changed, as a version that servers load.
 
         They load it before their next response, or if they are responding, between two tokens.
         """
@@ -78,7 +78,7 @@ class VllmGeneration(Generation):
             if self._published == self._policy.trained.optimizer_step:
                 self._versions.keep(version)
                 return
-            self._versions.publish(self._policy.sampler.save_pretrained, version)  # with LoRA, only the adapters
+            self._versions.publish(self._policy.generator.save_pretrained, version)  # with LoRA, only the adapters
             self._published = self._policy.trained.optimizer_step
         self._wake_loop()
 

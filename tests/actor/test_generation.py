@@ -538,8 +538,8 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
-    """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
+def test_generator_weights_stay_fixed_during_an_update(checkpoint):
+    """One-step off-policy: until `renew_generator`, texts and log-probs are those of the rollout's first policy."""
     policy = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler")
     before = generate(policy)
     logprobs = logprobs_of(policy, before)
@@ -547,7 +547,7 @@ def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
     policy.model.lm_head.weight.data[20] += 5.0
     assert torch.equal(tokens_of(generate(policy)), tokens_of(before))
     assert torch.equal(logprobs_of(policy, before), logprobs)
-    policy.renew_sampler()
+    policy.renew_generator()
     assert not torch.equal(tokens_of(generate(policy)), tokens_of(before))
     assert not torch.equal(logprobs_of(policy, before), logprobs)
     assert torch.equal(logprobs_of(policy, before, reference=True), ref_logprobs)
@@ -570,7 +570,7 @@ def test_rows_that_an_older_policy_sampled_do_not_test_generation(checkpoint):
     policy = make_policy(checkpoint, precision="float32", max_off_policy_steps=1, old_logprobs="sampler")
     older = generate(policy)
     policy.model.lm_head.weight.data[20] += 5.0
-    policy.renew_sampler(1)
+    policy.renew_generator(1)
     assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(older), older, strict=True))
     newer = [replace(row, logprobs=row.logprobs + row.sampled) for row in generate(policy)]
     both = [*older, *newer]

@@ -690,7 +690,7 @@ def test_run_saves_its_last_complete_step_after_any_end(tmp_path, checkpoints, w
 
 def nan_weights(run):
     """Make the weights NaN after the second step."""
-    renew = run.policy.renew_sampler
+    renew = run.policy.renew_generator
     calls = []
 
     def poisoned(version):
@@ -700,7 +700,7 @@ def nan_weights(run):
                 next(p for p in run.policy.model.parameters() if p.requires_grad).fill_(math.nan)
         renew(version)
 
-    run.policy.renew_sampler = poisoned
+    run.policy.renew_generator = poisoned
 
 
 @pytest.mark.parametrize(
@@ -771,7 +771,7 @@ def watched_batches(run):
     ("owner", "name", "call", "done"),
     [
         ("policy", "decode", 1, 0),  # the validation before the first step
-        ("policy.sampler", "disable_adapter", 3, 1),  # for the reference
+        ("policy.generator", "disable_adapter", 3, 1),  # for the reference
         ("policy_update", "run", 2, 2),
         ("policy", "decode", 4, 2),  # the validation after step 2
     ],
@@ -915,11 +915,11 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
     """No forward pass runs after the run has abandoned the rollout, even in the middle of a response."""
     run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
     forwards = []
-    run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
+    run.policy.generator.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
     go_until(run, run.policy, "decode", 2)
     counted = len(forwards)
     with pytest.raises(asyncio.CancelledError):
-        run.policy.sampler(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+        run.policy.generator(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     assert len(forwards) == counted
 
 

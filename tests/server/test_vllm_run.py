@@ -149,7 +149,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(tmp_path, models, vllm, l
         own = local_generation(policy, config.actor.generation)
         seen = []
         for _ in range(3):
-            policy.renew_sampler()
+            policy.renew_generator()
             theirs = responses(policy.generation)
             assert theirs == responses(own)
             seen.append(theirs)
@@ -157,7 +157,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(tmp_path, models, vllm, l
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
             policy.trained.optimizer_step += 1
-        policy.renew_sampler()
+        policy.renew_generator()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
         rows, again = (rows_of(policy.generate(PROMPTS, seed=5)) for _ in range(2))
         assert torch.equal(tokens_of(rows), tokens_of(again))
@@ -182,8 +182,8 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             policy.trained.optimizer_step += 1
-            policy.renew_sampler(version)
-            weights.append({name: tensor.clone() for name, tensor in policy.sampler.state_dict().items()})
+            policy.renew_generator(version)
+            weights.append({name: tensor.clone() for name, tensor in policy.generator.state_dict().items()})
             if not version:
                 policy.add(job)
             begun = len(found)
@@ -195,7 +195,7 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
     assert max(changes) >= 1
     gaps = []
     for version, tensors in enumerate(weights):
-        policy.sampler.load_state_dict(tensors)
+        policy.generator.load_state_dict(tensors)
         for row, logprobs in zip(found, policy.logprobs(found), strict=True):
             gaps += abs(logprobs - row.logprobs)[row.versions == version].tolist()
     assert len(gaps) == sum(int(row.sampled.sum()) for row in found)
@@ -227,7 +227,7 @@ def test_vllm_samples_conversations_turn_by_turn(tmp_path, models, vllm, monkeyp
         policy = vllm_policy(config, longest_row=(120, ""))
         policy.generation.runner = ConversationRunner(environment, policy.tokenizer, max_prompt_tokens=60)
         try:
-            policy.renew_sampler()
+            policy.renew_generator()
             prompts = [replace(PROMPTS[i % 4], metadata={"turns": 1 + i % 4}) for i in range(32)]
             rows = rows_of(policy.generate(prompts, seed=5))
         finally:

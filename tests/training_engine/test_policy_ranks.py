@@ -48,7 +48,7 @@ def gradients(policy, update):
 
 
 def trained(ranks, folder, case, dtype):
-    """Return statistics, gradients and weights of five updates, and the sampler's largest distance from the policy."""
+    """Return statistics, gradients and weights of five updates, and the generator's distance from the policy."""
     torch.use_deterministic_algorithms(True)
     if dtype == torch.float64:
         load = policy_module.load_model
@@ -63,11 +63,11 @@ def trained(ranks, folder, case, dtype):
     lengths = batch_of(0).lengths
     for step in range(UPDATES):
         found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1).metrics)
-        policy.renew_sampler()
+        policy.renew_generator()
         everywhere = torch.ones_like(tokens[:, 1:])
         with torch.no_grad():
             ours, theirs = (
-                policy.token_logprobs.compute(m, tokens, lengths, everywhere) for m in (policy.model, policy.sampler)
+                policy.token_logprobs.compute(m, tokens, lengths, everywhere) for m in (policy.model, policy.generator)
             )
         found["distance"] = max(found["distance"], float((ours - theirs).abs().max()))
     found["weights"] = [whole(p.detach()).cpu().clone().numpy() for p in policy.model.parameters()]
@@ -119,7 +119,7 @@ def gives_up(ranks, folder):
         with pytest.raises(asyncio.CancelledError):
             policy.decode()
         policy.abandon()
-    policy.renew_sampler()
+    policy.renew_generator()
     return [row.tokens.tolist() for row in rows_of(policy.generate(PROMPTS, seed=2))]
 
 
@@ -134,7 +134,7 @@ def conversations(ranks, folder, name="Countdown"):
     said = {"messages": [{"role": "user", "content": "Play."}]}
     prompts = [Prompt(str(i // 2), "", np.array([5]), {**said, "turns": i % 4 - 1}) for i in range(9)]
     try:
-        policy.renew_sampler()
+        policy.renew_generator()
         found = policy.generate(prompts, seed=3)
         rows = rows_of(found)
         known = zip(policy.sampled_logprobs(rows), rows, strict=True)
@@ -214,7 +214,7 @@ def test_ranks_add_the_metrics_of_a_custom_loss_by_name(folder, tmp_path):
 
 
 def test_other_ranks_end_the_responses_that_rank_0_gives_up(folder):
-    """A run that `actor.max_minutes` ends renews the samplers for its validation while they still respond."""
+    """A run that `actor.max_minutes` ends renews the generators for its validation while they still respond."""
     tokens, answered = on_ranks(2, gives_up, folder)
     assert tokens == gives_up(ALONE, folder)
     assert {*answered} == {3}, "rank 1 answered the operation that was given up"
@@ -277,7 +277,7 @@ def after_an_abandoned_rollout(ranks, folder):
     policy, _ = begin(ranks, RunConfig(actor=settings_of(folder, "ppo", generation_batch_size=2)))
     if policy is None:
         return None
-    policy.renew_sampler()
+    policy.renew_generator()
     if isinstance(ranks, Ranks):
         with pytest.raises(asyncio.CancelledError):
             policy.generate([Prompt(str(i), "", np.asarray([20 + i])) for i in range(16)], seed=1, finished=give_up)
