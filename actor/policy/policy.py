@@ -251,7 +251,7 @@ class Policy:
 
     def _is_current(self, row: RolloutRow) -> bool:
         """Return whether the generator's current weights sampled the row."""
-        return row.versions is None or bool((row.versions[row.sampled] == self.generation.version).all())
+        return row.policy_steps is None or bool((row.policy_steps[row.sampled] == self.generation.policy_step).all())
 
     def _logprobs_agree(self, rows: Sequence[RolloutRow]) -> bool:
         pairs = zip(self.logprobs(rows), rows, strict=True)
@@ -263,15 +263,15 @@ class Policy:
         )
         return False
 
-    def renew_generator(self, version: int = 0) -> None:
+    def renew_generator(self, policy_step: int = 0) -> None:
         """Copy the policy's weights into the generator. Call only while both are idle; collective.
 
-        Unfinished conversations continue with the new weights. `version`: the last step whose update they contain.
+        Unfinished conversations continue with the new weights. `policy_step`: the last one whose update they contain.
         """
-        self.ranks.announce("renew_generator", version=version)
+        self.ranks.announce("renew_generator", policy_step=policy_step)
         with self._responding:  # other ranks may still be ending what rank 0 has given up
             self._models.renew_generator()
-            self.generation.renew(version)
+            self.generation.renew(policy_step)
         self.ranks.gather(None)  # no rank may generate before its generator has the new weights
 
     def save(self, folder: Path) -> None:

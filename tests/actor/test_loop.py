@@ -693,12 +693,12 @@ def nan_weights(run):
     renew = run.policy.renew_generator
     calls = []
 
-    def poisoned(version):
+    def poisoned(policy_step):
         calls.append(None)
         if len(calls) == 3:
             with torch.no_grad():
                 next(p for p in run.policy.model.parameters() if p.requires_grad).fill_(math.nan)
-        renew(version)
+        renew(policy_step)
 
     run.policy.renew_generator = poisoned
 

@@ -191,7 +191,7 @@ def test_resume_removes_the_steps_after_its_checkpoint(copy):
 def test_resumes_after_one_checkpoint_keep_one_record_of_a_group_in_flight(copy):
     """Else a run that crashes before its next checkpoint, again and again, fills the disk."""
     samples = [
-        dataclasses.replace(sample, versions=np.full(len(sample.tokens), 4)) for sample in [*scored_samples()][:2]
+        dataclasses.replace(sample, policy_steps=np.full(len(sample.tokens), 4)) for sample in [*scored_samples()][:2]
     ]
     (group,) = groups_of(samples, 2)
     group = dataclasses.replace(group, number=8)

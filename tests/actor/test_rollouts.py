@@ -47,7 +47,7 @@ class Simulation:
     seconds: Callable
     reward: Callable = lambda _: range(SIZE)
     slots: int = PER_STEP * SIZE
-    version: int = 0
+    policy_step: int = 0
     started: list = field(default_factory=list)  # prompt, seed, index of its first response
     scorer: Any = field(default_factory=lambda: SimpleNamespace(has_critic=True, reward=ServedModel()))
 
@@ -58,8 +58,8 @@ class Simulation:
     async def in_thread(self, function, *given):
         return function(*given)
 
-    async def renew(self, version):
-        self.version = version
+    async def renew(self, policy_step):
+        self.policy_step = policy_step
 
     async def cancel(self):
         pass
@@ -93,16 +93,16 @@ class Simulation:
 
     async def _row(self, prompt, seed, index):
         async with self._free:
-            first = self.version
+            first = self.policy_step
             await asyncio.sleep(self.seconds(prompt, seed, index))
-        versions = np.array([-1, first, self.version])
+        policy_steps = np.array([-1, first, self.policy_step])
         sampled = np.array([False, True, True])
         return {
             "prompt": prompt,
             "tokens": np.array([5, 6, 7]),
             "sampled": sampled,
             "ended": True,
-            "versions": versions,
+            "policy_steps": policy_steps,
         }
 
 

@@ -57,7 +57,7 @@ def rows(draw, prompts):
         "sampled": arrays("bool", size),
         "ended": st.booleans(),
         "logprobs": st.just(logprobs),
-        "versions": st.none() | arrays("int64", size),
+        "policy_steps": st.none() | arrays("int64", size),
         "turns": st.none() | st.lists(TURNS, max_size=2).map(tuple),
         "messages": st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2).map(tuple),
         "num_prompt_messages": st.integers(0, 3),

@@ -95,7 +95,7 @@ async def test_responses_in_progress_continue_with_new_weights_or_with_their_ada
         versions = {}
 
         def finished(index, conversation):
-            versions[index] = conversation[0].versions[conversation[0].sampled].tolist()
+            versions[index] = conversation[0].policy_steps[conversation[0].sampled].tolist()
 
         server.is_hanging = True
         running = asyncio.create_task(

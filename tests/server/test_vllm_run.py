@@ -177,27 +177,27 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
         found = []
         weights = []
         job = SamplingJob(dict(enumerate([*PROMPTS] * 50)), lambda _, rows: found.extend(rows), seed=3)
-        for version in range(5):
+        for step in range(5):
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             policy.trained.optimizer_step += 1
-            policy.renew_generator(version)
+            policy.renew_generator(step)
             weights.append({name: tensor.clone() for name, tensor in policy.generator.state_dict().items()})
-            if not version:
+            if not step:
                 policy.add(job)
             begun = len(found)
             while len(found) < begun + 20:
                 time.sleep(0.01)
         policy.decode()
-    changes = [len({*row.versions[row.sampled].tolist()}) - 1 for row in found]
+    changes = [len({*row.policy_steps[row.sampled].tolist()}) - 1 for row in found]
     assert len(found) == 200
     assert max(changes) >= 1
     gaps = []
-    for version, tensors in enumerate(weights):
+    for step, tensors in enumerate(weights):
         policy.generator.load_state_dict(tensors)
         for row, logprobs in zip(found, policy.logprobs(found), strict=True):
-            gaps += abs(logprobs - row.logprobs)[row.versions == version].tolist()
+            gaps += abs(logprobs - row.logprobs)[row.policy_steps == step].tolist()
     assert len(gaps) == sum(int(row.sampled.sum()) for row in found)
     print(f"{sum(changes)} changes of weights within {len(found)} responses, largest gap {max(gaps):.1e}")
     assert max(gaps) <= MOST_GAP
