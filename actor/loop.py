@@ -69,7 +69,7 @@ class TrainingRun:
         exported = ActorMetrics(config, client.counters, lambda: self.critic.num_failed_updates)
         self.open_recorder = functools.partial(Recorder, config, state, self.critic, client.counters, exported)
         self.samples = SampleJournal(config, state)
-        device = self.policy.sampler.device
+        device = self.policy.generator.device
         self.in_thread = ComputeThread(actor.threads, device)
         # A second thread, so that the update can run while the policy samples.
         self.in_update_thread = ComputeThread(actor.threads, device) if actor.max_off_policy_steps else self.in_thread
@@ -194,7 +194,7 @@ class TrainingRun:
         if self.policy.ranks.size > 1 and not isinstance(error, (Stopped, RlhfError)):
             return
         self.policy.close()
-        models = (self.policy.model, self.policy.sampler, self.policy.reference)
+        models = (self.policy.model, self.policy.generator, self.policy.reference)
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled

@@ -118,10 +118,10 @@ def _policy(config: RunConfig, role: str) -> Held:
         use_bfloat16(model, head)
     frozen = _frozen_bytes(settings.model, settings.precision)
     has_reference = actor.kl.uses_reference and not actor.kl.serves_reference and not settings.lora_rank
-    has_sampler = actor.max_off_policy_steps > 0 or actor.ranks > 1  # each rank generates with a whole copy
+    has_generator = actor.max_off_policy_steps > 0 or actor.ranks > 1  # each rank generates with a whole copy
     cache = 0 if actor.generation.engine == "vllm" else _cache_bytes(config)
     on_gpu = settings.device != "cpu"
-    copies = (has_reference + has_sampler) * frozen
+    copies = (has_reference + has_generator) * frozen
     return _training(model, actor.ranks, actor.optimizer.kind, on_gpu, copies=copies, cache=cache)
 
 

@@ -45,7 +45,9 @@ class ShuffledFile:
 
     def next_prompt(self, position: int) -> tuple[Prompt, int]:
         """Return the first prompt at or after `position` that is not skipped, and the position after it."""
-        for current in range(position, position + len(self.rows)):
+        # Up to the end of the first whole epoch, because rows may recur sooner where two epochs meet.
+        first_whole = -(-position // len(self.rows))
+        for current in range(position, (first_whole + 1) * len(self.rows)):
             prompt = self.prompt_at(current)
             if prompt is not None:
                 return prompt, current + 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rlhf_triton.actor.data.chat import ChatMessage
 
-RecordedVersion = int | str | None  # version of the policy's weights
+RecordedVersion = int | str | None  # the policy's step of the weights, or a server's name for them
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class RolloutRow:
     sampled: np.ndarray  # bool [n], True where the policy sampled the token
     ended: bool  # ended by an end-of-sequence token, a stop string or the environment, not by a limit
     logprobs: np.ndarray | None = None  # float32 [n], nats, from the engine that sampled; 0 for other tokens
-    versions: np.ndarray | None = None  # int64 [n], last update in the weights that sampled the token; -1 for others
+    policy_steps: np.ndarray | None = None  # int64 [n], last update in the weights that sampled the token; -1: none
     turns: tuple[SampledTurn, ...] | None = None  # None without an environment
     messages: tuple[dict[str, Any], ...] = ()  # messages of the conversation after the first row's prompt
     num_prompt_messages: int = 0  # how many of `messages` this row's prompt contains
@@ -72,6 +72,7 @@ class Group:
     """The conversations that start from one prompt."""
 
     conversations: tuple[Conversation, ...]
+    number: int = -1  # its place in the order of prompts; -1 if no step has taken it
 
 
 def conversations_of(groups: Sequence[Group]) -> list[Conversation]:
@@ -105,14 +106,14 @@ def row_of_response(prompt: Prompt, response: PolicyTurn) -> RolloutRow:
     size = len(prompt.tokens)
     row = np.concatenate([prompt.tokens, np.asarray(response.tokens, np.int64)])
     logprobs = None if response.logprobs is None else np.array([0.0] * size + response.logprobs, np.float32)
-    versions = None if response.versions is None else np.array([-1] * size + response.versions, np.int64)
+    steps = None if response.versions is None else np.array([-1] * size + response.versions, np.int64)
     return RolloutRow(
         prompt=prompt,
         tokens=row,
         sampled=np.arange(len(row)) >= size,
         ended=response.ended,
         logprobs=logprobs,
-        versions=versions,
+        policy_steps=steps,
         error=response.error,
     )
 
@@ -134,7 +135,7 @@ def conversation_of(
                 sampled=~np.array(row.observed, np.bool_),
                 ended=bool(row.turns) and not truncated and not error,
                 logprobs=None if np.isnan(logprobs).any() else logprobs,
-                versions=np.array([-1 if version is None else version for version in row.versions], np.int64),
+                policy_steps=np.array([-1 if step is None else step for step in row.versions], np.int64),
                 turns=tuple(row.turns),
                 messages=tuple(row.messages),
                 num_prompt_messages=num_prompt_messages,
@@ -146,18 +147,18 @@ def conversation_of(
 
 
 def policy_staleness(rows: Sequence[RolloutRow], step: int) -> int:
-    """Return how many of the updates before `step` the oldest weights that sampled a token of the rows lack."""
-    oldest = [row.versions[row.sampled].min() for row in rows if row.versions is not None and row.sampled.any()]
+    """Return the number of updates between the oldest weights that sampled a token of the rows and those of `step`."""
+    oldest = [row.policy_steps[row.sampled].min() for row in rows if row.policy_steps is not None and row.sampled.any()]
     return step - 1 - int(min(oldest, default=step - 1))
 
 
-def text_indices(sample: RolloutRow, tokenizer: Any) -> list[int]:
+def text_indices(row: RolloutRow, tokenizer: Any) -> list[int]:
     """Return the indices of all tokens except the end tokens of the policy's turns, which readers do not need."""
-    length = len(sample.tokens)
+    length = len(row.tokens)
     ends = set[int]()
-    turns = [(turn.start, turn.end) for turn in sample.turns or ()]
-    for begin, end in turns or [(len(sample.prompt.tokens), length)]:
-        text_tokens = without_end(tokenizer, sample.tokens[begin:end].tolist())
+    turns = [(turn.start, turn.end) for turn in row.turns or ()]
+    for begin, end in turns or [(len(row.prompt.tokens), length)]:
+        text_tokens = without_end(tokenizer, row.tokens[begin:end].tolist())
         ends.update(range(begin + len(text_tokens), end))
     return [index for index in range(length) if index not in ends]
 

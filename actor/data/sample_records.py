@@ -17,6 +17,7 @@ from rlhf_triton.digests import short_digest
 from rlhf_triton.store.record_log import StoredRecord, decoded
 
 SCORE = "score."
+POLICY_STEPS = "versions"  # the name of `RolloutRow.policy_steps` in a record
 DIGESTS = "digests"
 LENGTHS = "lengths"
 PROMPT_TOKENS = "prompt_tokens"
@@ -91,7 +92,8 @@ def group_of(record: StoredRecord) -> Group:
         for i, part in zip(having, parts, strict=True):
             rows[i][name] = part
     remaining = iter(rows)
-    return Group(tuple(tuple(_row_of(next(remaining)) for _ in range(size)) for size in header["conversations"]))
+    conversations = tuple(tuple(_row_of(next(remaining)) for _ in range(size)) for size in header["conversations"])
+    return Group(conversations, header.get("number", -1))
 
 
 def describe_damage(payload: bytes) -> str:
@@ -114,13 +116,15 @@ def describe_damage(payload: bytes) -> str:
 
 
 def _fields_of(row: RolloutRow) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(row).items() if name not in ("prompt", "score")}
+    names = {"policy_steps": POLICY_STEPS}
+    fields = {names.get(name, name): value for name, value in vars(row).items() if name not in ("prompt", "score")}
     return fields | {f"{SCORE}{name}": value for name, value in vars(row.score).items()}
 
 
 def _row_of(fields: dict[str, Any]) -> RolloutRow:
     score = {name.removeprefix(SCORE): value for name, value in fields.items() if name.startswith(SCORE)}
     own = {"ended": False} | {name: value for name, value in fields.items() if not name.startswith(SCORE)}
+    own["policy_steps"] = own.pop(POLICY_STEPS, None)
     if own.get("turns") is not None:
         own["turns"] = tuple(SampledTurn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in own["turns"])
     return RolloutRow(**{**own, "messages": tuple(own.get("messages", ()))}, score=Score(**score))

@@ -73,8 +73,8 @@ class LocalGeneration(Generation):
         self._decoder: Decoder | None = None
         self._waiting_rows: list[DecodedRow] = []  # for transformers' `generate`
 
-    def renew(self, version: int) -> None:
-        self.version = version
+    def renew(self, policy_step: int) -> None:
+        self.policy_step = policy_step
         if self._decoder is not None:
             self._decoder.renew()
 
@@ -135,7 +135,7 @@ class LocalGeneration(Generation):
                         budget = self._token_budget and max(1, self._token_budget * slots // self._settings.batch_size)
                         settings = self._sampling_settings()
                         self._decoder = Decoder(self._model, settings, slots=slots, token_budget=budget)
-                    self._decoder.run(source, is_interrupted, version=self.version)
+                    self._decoder.run(source, is_interrupted, policy_step=self.policy_step)
                 else:
                     self._generate_with_transformers(source, is_interrupted, slots)
         except RuntimeError:  # perhaps out of memory: the cache must be free before the next attempt
@@ -165,7 +165,7 @@ class LocalGeneration(Generation):
 
     @contextlib.contextmanager
     def _merged_adapters(self) -> Iterator[None]:
-        """Merge the adapters into the sampler's layers within the block, on a GPU with enough memory."""
+        """Merge the adapters into the generator's layers within the block, on a GPU with enough memory."""
         with contextlib.ExitStack() as stack:
             if self._merges:
                 try:
@@ -282,7 +282,7 @@ class LocalGeneration(Generation):
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids = padded([torch.tensor(row.tokens) for row in rows], padding_value=self._pad_id)
         attention = padded([torch.ones(len(row.tokens), dtype=torch.int64) for row in rows])
-        step = _GenerateHooks(self._sampling_settings(), rows, longest, self._model.device, self.version)
+        step = _GenerateHooks(self._sampling_settings(), rows, longest, self._model.device, self.policy_step)
         own_config = self._model.generation_config  # its sampling settings would change the distribution
         self._model.generation_config = GenerationConfig()
         try:
@@ -301,10 +301,10 @@ class _GenerateHooks:
     """Hooks that make `generate` sample as slot-based decoding does: with the same draws, settings and log-probs."""
 
     def __init__(
-        self, settings: SamplingSettings, rows: list[DecodedRow], longest: int, device: torch.device, version: int
+        self, settings: SamplingSettings, rows: list[DecodedRow], longest: int, device: torch.device, policy_step: int
     ) -> None:
         self._sampler = TokenSampler(settings, device)
-        self._version = version
+        self._policy_step = policy_step
         self._sampling_settings = settings
         self._rows = rows
         self._longest = longest
@@ -317,7 +317,7 @@ class _GenerateHooks:
         active = self._active()
         rows = [self._rows[i] for i in active]
         inputs = to_device(scores.device, *self._sampler.inputs(rows))
-        self._sampler.append(rows, scores[active].float(), *inputs, version=self._version)
+        self._sampler.append(rows, scores[active].float(), *inputs, policy_step=self._policy_step)
         chosen = torch.tensor([[row.tokens[-1]] for row in self._rows], device=scores.device)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 

@@ -28,8 +28,8 @@ class Generation(ABC):
             "actor.generation.batch_size", settings.batch_size, remedy="lower actor.generation.max_new_tokens"
         )
         """How many responses fit into the GPU's memory at the same time; vLLM's servers bound their own."""
-        self.version = 0
-        """Version of the model's weights: the last step whose update they contain."""
+        self.policy_step = 0
+        """The last step whose update the model's weights contain."""
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Raise TemplateError if the chat template cannot render conversations that start from the prompts."""
@@ -86,8 +86,8 @@ class Generation(ABC):
         """Drop all jobs; call in the thread of `decode`."""
 
     @abstractmethod
-    def renew(self, version: int) -> None:
-        """Use the model's current weights, which are of this version; called by `Policy.renew_sampler`."""
+    def renew(self, policy_step: int) -> None:
+        """Use the model's current weights, whose last update is of this step; called by `Policy.renew_generator`."""
 
     @abstractmethod
     def close(self) -> None:

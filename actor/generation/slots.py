@@ -60,8 +60,8 @@ class DecodedRow:
         """Cache column of the row's first token."""
         self.logprobs: list[float] = []
         """Log-probs of the turn's tokens."""
-        self.versions: list[RecordedVersion] = []
-        """Versions of the weights that sampled the turn's tokens."""
+        self.policy_steps: list[RecordedVersion] = []
+        """For each of the turn's tokens, the last step whose update was in the weights that sampled it."""
 
     @property
     def num_sampled(self) -> int:
@@ -81,7 +81,7 @@ class DecodedRow:
 
     def turn(self, settings: SamplingSettings) -> PolicyTurn:
         """Return the finished turn."""
-        return PolicyTurn(self.tokens[self.turn_start :], self.has_ended(settings), self.logprobs, self.versions)
+        return PolicyTurn(self.tokens[self.turn_start :], self.has_ended(settings), self.logprobs, self.policy_steps)
 
 
 class TokenSampler:
@@ -99,7 +99,9 @@ class TokenSampler:
         draws = np.array([next(row.new.draws) for row in rows if row.new.draws])
         return draws, np.array([row.num_sampled < self._settings.min_new_tokens for row in rows])
 
-    def append(self, rows: Sequence[DecodedRow], logits: Tensor, draws: Tensor, early: Tensor, *, version: int) -> None:
+    def append(
+        self, rows: Sequence[DecodedRow], logits: Tensor, draws: Tensor, early: Tensor, *, policy_step: int
+    ) -> None:
         """Draw the next token of every row from `logits` `[rows, V]`, and append it and its log-prob to the row.
 
         Changes `logits` in place. The log-prob belongs to the distribution that the update trains: at the sampling
@@ -107,7 +109,7 @@ class TokenSampler:
 
         Args:
             draws, early: the results of `inputs`, on the device.
-            version: of the model's weights.
+            policy_step: the last one whose update the weights contain.
         """
         settings = self._settings
         logits.index_fill_(1, self._banned, -torch.inf)
@@ -128,7 +130,7 @@ class TokenSampler:
         for row, token, logprob in zip(rows, results[0].long().tolist(), results[1].tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
-            row.versions.append(version)
+            row.policy_steps.append(policy_step)
 
 
 class _Inputs(NamedTuple):
@@ -170,21 +172,21 @@ class Decoder:
         self._rows: list[DecodedRow] = []  # they occupy the first slots; their last tokens share a column
         self._end = 0  # column after the rows' last one
         self._waiting: list[DecodedRow] = []  # without a slot
-        self._version = 0
+        self._policy_step = 0
 
     @torch.no_grad()
-    def run(self, row_source: RowSource, is_paused: IsPaused = lambda: False, *, version: int = 0) -> None:
+    def run(self, row_source: RowSource, is_paused: IsPaused = lambda: False, *, policy_step: int = 0) -> None:
         """Decode turns until `row_source` has no unfinished conversation, or until `is_paused`; call again to resume.
 
         Args:
             row_source: at a time, all of its rows have draws, or none.
             is_paused: called before each forward pass.
-            version: of the model's weights.
+            policy_step: the last one whose update the weights contain.
 
         Raises:
             NotFinite: the model's logits are not finite.
         """
-        self._version = version
+        self._policy_step = policy_step
         while not is_paused():
             wait = not self._rows and not self._waiting
             new_rows = row_source.next_rows(wait=wait)
@@ -254,7 +256,7 @@ class Decoder:
         if sharing := rows[len(distinct) :]:
             begin = min(row.first_column for row in sharing)
             cache.copy_rows(first + inputs.sources[len(distinct) :], first + len(distinct), begin, end)
-        self._sampler.append(rows, logits[inputs.sources], inputs.draws, inputs.early, version=self._version)
+        self._sampler.append(rows, logits[inputs.sources], inputs.draws, inputs.early, policy_step=self._policy_step)
         self._rows += rows
 
     def _decode_step(self) -> None:
@@ -268,7 +270,7 @@ class Decoder:
         inputs = self._inputs(rows, np.array([row.tokens[-1:] for row in rows]))
         self._end += 1
         logits = self._logits(cache, inputs.ids, inputs.starts, begin, self._end)
-        self._sampler.append(rows, logits, inputs.draws, inputs.early, version=self._version)
+        self._sampler.append(rows, logits, inputs.draws, inputs.early, policy_step=self._policy_step)
 
     def _inputs(self, rows: list[DecodedRow], ids: np.ndarray, sources: Sequence[int] = ()) -> _Inputs:
         """Return the inputs of a step over `rows` on the device, from a single copy."""

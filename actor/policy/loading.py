@@ -1,6 +1,6 @@
 """Loads the models of the policy, and checks that they accept rows as long as the configuration allows.
 
-On several ranks, each rank trains a slice of the weights, and holds whole copies as sampler and reference.
+On several ranks, each rank trains a slice of the weights, and holds whole copies as generator and reference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PolicyModels:
         ranks: AnyRanks,
         *,
         keeps_reference: bool,
-        keeps_sampler: bool,
+        keeps_generator: bool,
     ) -> None:
         """Create the copies and place all models; collective.
 
@@ -59,7 +59,7 @@ class PolicyModels:
         self.model = model.eval() if self._is_sharded else model.eval().to(self.device)
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
-        self.sampler = self._frozen_copy() if keeps_sampler or self._is_sharded else self.model
+        self.generator = self._frozen_copy() if keeps_generator or self._is_sharded else self.model
         if ranks.shards:
             self._shard(ranks)
 
@@ -82,10 +82,10 @@ class PolicyModels:
         return computing(self.device, self.settings.precision)
 
     @torch.no_grad()
-    def renew_sampler(self) -> None:
-        """Copy the trained weights into the sampler; collective."""
-        if self.sampler is not self.model:
-            for copied, trained in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
+    def renew_generator(self) -> None:
+        """Copy the trained weights into the generator; collective."""
+        if self.generator is not self.model:
+            for copied, trained in zip(self.generator.parameters(), self.model.parameters(), strict=True):
                 if trained.requires_grad:
                     copied.copy_(whole(trained))
 
@@ -117,7 +117,7 @@ class PolicyModels:
 
         causal.gathered = lambda function, *args: function(causal, *args)
         shard(causal, ranks, methods=["gathered"], prepare=prepare, precision=precision)
-        copies = [model.parameters() for model in (self.reference, self.sampler) if model is not None]
+        copies = [model.parameters() for model in (self.reference, self.generator) if model is not None]
         with torch.no_grad():
             for trained, *copied in zip(self.model.parameters(), *copies, strict=True):
                 weights = whole(trained)

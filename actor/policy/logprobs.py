@@ -38,16 +38,16 @@ class TokenLogprobs:
     """Computes log-probs of rows of tokens, with as few positions and prompts as necessary."""
 
     def __init__(self, models: PolicyModels, *, temperature: float, banned_ids: Sequence[int]) -> None:
-        """Try on the sampler which forward passes give the same results. Raises CheckpointError if it is not causal."""
+        """Try on the generator which forward passes give equal results. Raises CheckpointError if it is not causal."""
         self._models = models
         self._sampling: dict[str, Any] = {"temperature": temperature, "banned_token_ids": banned_ids}
-        causal = models.causal(models.sampler)
+        causal = models.causal(models.generator)
         with in_float32(causal):
             self._head_is_linear = linear_head(causal) is not None
             # Shared prompts need a cache, which checkpointed layers do not support.
             self.shares_prompts = not models.settings.gradient_checkpointing and can_share(causal)
             # On a GPU a mask would disable the fast attention kernels; padding on the right does not need a mask.
-            self.masks = models.sampler.device.type == "cpu"
+            self.masks = models.generator.device.type == "cpu"
         with models.computing():
             check_causal(causal)
             if self.shares_prompts and models.settings.precision == "bfloat16":

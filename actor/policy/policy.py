@@ -53,7 +53,7 @@ MAX_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in
 def local_generation(policy: Policy, settings: GenerationSection) -> Generation:
     """Return generation in this process."""
     return LocalGeneration(
-        policy.causal(policy.sampler),
+        policy.causal(policy.generator),
         policy.tokenizer,
         settings,
         eos_ids=policy.eos_ids,
@@ -105,21 +105,21 @@ class Policy:
             settings,
             ranks,
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
-            keeps_sampler=actor.max_off_policy_steps > 0,
+            keeps_generator=actor.max_off_policy_steps > 0,
         )
         self.model = self._models.model
-        self.sampler = self._models.sampler
+        self.generator = self._models.generator
         self.reference = self._models.reference
         self.causal = self._models.causal
         self.computing = self._models.computing
         # Only a copy can sample during an update; without one, sampling and update share the memory of one stream.
-        stream_device = torch.device("cpu") if self.sampler is self.model else self.sampler.device
+        stream_device = torch.device("cpu") if self.generator is self.model else self.generator.device
         self._stream = GpuStream(stream_device)
-        avoid_host_waits(self.sampler)
+        avoid_host_waits(self.generator)
         causal = self.causal(self.model)
         special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self._published_generation: dict[str, Any] = json.loads(causal.generation_config.to_json_string())
-        for model in (self.model, self.sampler):  # some versions refuse to save a published one that warns
+        for model in (self.model, self.generator):  # some versions refuse to save a published one that warns
             self.causal(model).generation_config = GenerationConfig()
         self.eos_ids = special.eos_ids
         self.pad_id = special.pad_id
@@ -145,7 +145,7 @@ class Policy:
     def operations(self) -> dict[str, Callable[..., object]]:
         """Handlers by name of the operations that ranks other than 0 execute."""
         return {
-            "renew_sampler": self.renew_sampler,
+            "renew_generator": self.renew_generator,
             **operations(lambda: self.trained),
             "gather_weights": lambda: MergedWeights(self.causal(self.model)).gather(),
         }
@@ -197,7 +197,7 @@ class Policy:
             self._samplers.abandon()
 
     def follow_sampling(self) -> None:
-        """Execute the sampler operations that rank 0 announces; call on every other rank. Ends only by an exception."""
+        """Execute the sampling that rank 0 announces; call on every other rank. Ends only by an exception."""
         assert self._samplers is not None
 
         def respond(
@@ -209,7 +209,7 @@ class Policy:
         self._samplers.follow(respond, self._own_logprobs)
 
     def logprobs(self, rows: Sequence[RolloutRow], *, reference: bool = False) -> list[np.ndarray]:
-        """Return the log-probs of each row's tokens, float32 `[n]`, under the sampler or the reference.
+        """Return the log-probs of each row's tokens, float32 `[n]`, under the generator or the reference.
 
         Tokens that the policy did not sample have 0. Each rank computes the log-probs of some rows.
         """
@@ -250,8 +250,8 @@ class Policy:
         return self.logprobs(rows) if self._generation_agrees is False else generated
 
     def _is_current(self, row: RolloutRow) -> bool:
-        """Return whether the sampler's current weights sampled the row."""
-        return row.versions is None or bool((row.versions[row.sampled] == self.generation.version).all())
+        """Return whether the generator's current weights sampled the row."""
+        return row.policy_steps is None or bool((row.policy_steps[row.sampled] == self.generation.policy_step).all())
 
     def _logprobs_agree(self, rows: Sequence[RolloutRow]) -> bool:
         pairs = zip(self.logprobs(rows), rows, strict=True)
@@ -263,16 +263,16 @@ class Policy:
         )
         return False
 
-    def renew_sampler(self, version: int = 0) -> None:
-        """Copy the policy's weights into the sampler. Call only while both are idle; collective.
+    def renew_generator(self, policy_step: int = 0) -> None:
+        """Copy the policy's weights into the generator. Call only while both are idle; collective.
 
-        Unfinished conversations continue with the new weights. `version`: the last step whose update they contain.
+        Unfinished conversations continue with the new weights. `policy_step`: the last one whose update they contain.
         """
-        self.ranks.announce("renew_sampler", version=version)
+        self.ranks.announce("renew_generator", policy_step=policy_step)
         with self._responding:  # other ranks may still be ending what rank 0 has given up
-            self._models.renew_sampler()
-            self.generation.renew(version)
-        self.ranks.gather(None)  # no rank may generate before its sampler has the new weights
+            self._models.renew_generator()
+            self.generation.renew(policy_step)
+        self.ranks.gather(None)  # no rank may generate before its generator has the new weights
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights.
@@ -292,7 +292,7 @@ class Policy:
         The weights go through a file, from which `save_pretrained` maps them, because a merged or gathered copy may not
         fit into memory beside the policy.
         """
-        causal = self.causal(self.sampler)
+        causal = self.causal(self.generator)
         merged = folder / "merged.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
         self.ranks.announce("gather_weights")
@@ -313,12 +313,12 @@ class Policy:
 
     @contextlib.contextmanager
     def _weights_of(self, reference: bool) -> Iterator[Any]:
-        """Yield the reference if `reference` is True, otherwise the sampler."""
+        """Yield the reference if `reference` is True, otherwise the generator."""
         if not reference:
-            yield self.sampler
+            yield self.generator
         elif self.reference is not None:
             yield self.reference
         else:
             assert self.settings.lora_rank, "the reference is on the server"
-            with self.sampler.disable_adapter():
-                yield self.sampler
+            with self.generator.disable_adapter():
+                yield self.generator

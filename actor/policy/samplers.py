@@ -22,12 +22,13 @@ from rlhf_triton.actor.data.rollout_rows import Conversation, Group, RolloutRow
 from rlhf_triton.actor.data.sample_records import group_of, record_of
 from rlhf_triton.actor.generation.generation import Generation
 from rlhf_triton.actor.generation.row_sources import SamplingJob
-from rlhf_triton.errors import RlhfError
+from rlhf_triton.errors import RankFailed, RlhfError
 from rlhf_triton.store.record_log import StoredRecord
 from rlhf_triton.training_engine.mailbox import Mailbox, as_tensor, value_of
 from rlhf_triton.training_engine.ranks import Operations, Ranks, dealt
 
 POLL_S = 0.002
+ERROR = "error"  # in place of a result, in the reply of a rank that failed
 
 
 OwnLogprobs = Callable[..., list[np.ndarray]]
@@ -117,7 +118,7 @@ class OtherSamplers:
                 arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
                 self._reply(number, {"header": as_tensor(record.header), **arrays})
 
-            with self._reported():
+            with self._reported(number):
                 respond(prompts, send, self._lane.has_next, seed=seed, greedy=greedy)
 
         def answer_rows(*, number: int, reference: bool) -> None:
@@ -129,7 +130,7 @@ class OtherSamplers:
                 RolloutRow(prompt=no_prompt, tokens=tokens.numpy(), sampled=sampled.numpy(), ended=True)
                 for tokens, sampled in parts
             ]
-            with self._reported():
+            with self._reported(number):
                 self._reply(number, {"logprobs": _concatenated(compute(rows, reference=reference), np.float32)})
 
         self._lane.follow({"respond": answer_prompts, "logprobs": answer_rows, "abandon": lambda **_: None})
@@ -162,7 +163,7 @@ class OtherSamplers:
         """Call `receive(rank, message)` with each message until every rank has sent the number in `missing`.
 
         Raises:
-            RankFailed: another rank met an error.
+            RankFailed: another rank met an error in the current operation.
             CancelledError: the policy was closed, or `abandoned` is set.
         """
         while any(missing.values()):
@@ -171,6 +172,8 @@ class OtherSamplers:
             for rank, count in missing.items():
                 message = self._mail.receive(rank) if count else None
                 if message is not None and int(message["number"]) == self._number:
+                    if ERROR in message:
+                        raise RankFailed(value_of(message[ERROR]))
                     missing[rank] -= 1
                     receive(rank, message)
             time.sleep(POLL_S)
@@ -181,12 +184,12 @@ class OtherSamplers:
         return message
 
     @contextlib.contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Send an error to rank 0 instead of raising it."""
+    def _reported(self, number: int) -> Iterator[None]:
+        """Reply to operation `number` with an error instead of raising it; ignored if rank 0 has given it up."""
         try:
             yield
-        except RlhfError as error:
-            self._mail.send_error(0, error)
+        except (RlhfError, OSError) as error:  # what `Operations.follow` only logs
+            self._reply(number, {ERROR: as_tensor(f"rank {self._rank}: {error}")})
 
 
 def _concatenated(arrays: Sequence[np.ndarray], dtype: Any = None) -> Tensor:

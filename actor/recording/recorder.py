@@ -100,7 +100,7 @@ class Recorder:
             "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": metrics["train_rollouts/generation_length"] * len(conversations) / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._counters).items()},
-            **gpu_bytes(self._state.policy.sampler.device),
+            **gpu_bytes(self._state.policy.generator.device),
             **{
                 f"out_of_memory/{halving.setting}": halving.num_halvings
                 for halving in self._state.policy.halvings

@@ -34,8 +34,8 @@ def describe_samples(folder: Path, step: int, *, ahead: int) -> str:
     if not ahead:
         return text
     groups = find_sampled(folder, step, first=max(numbers, default=-1) + 1, ahead=ahead)
-    versions = [version for _, record in groups for version in record.arrays["versions"].tolist() if version >= 0]
-    lag = f", policy lag {step - min(versions)}" if versions else ""
+    policy_steps = [each for _, record in groups for each in record.arrays["versions"].tolist() if each >= 0]
+    lag = f", policy lag {step - min(policy_steps)}" if policy_steps else ""
     return f"{text}; sampled ahead: {len(groups)} groups{lag}"
 
 

@@ -47,7 +47,7 @@ VARIABLES = ("ATEN_", "CUBLAS_", "DNNL_", "MKL_", "NVIDIA_TF32", "OMP_", "ONEDNN
 class RecordedGroups:
     """What the record of a step says about its groups, which are recorded before it."""
 
-    numbers: list[int]  # places of the groups in the order of prompts
+    numbers: list[int]  # places in the order of prompts, of the groups as the batch has them: dropped ones last
     seed: int  # of the step
     before: dict[str, Any]  # `RunState.numbers` before the step
 
@@ -95,14 +95,12 @@ class SampleJournal:
         self._log.remove(lambda recorded: recorded > step)
 
     def add_groups(self, step: int, groups: Sequence[Group]) -> None:
-        """Record the groups of a step, in the order of their prompts, before its batch is made."""
-        first = self._state.inputs.positions[step - 1].prompts
+        """Record the groups of a step, as its batch will have them: dropped ones last."""
         self._step = step
-        numbers = [*range(first, first + len(groups))]
+        numbers = [group.number for group in groups]
         self._recorded = RecordedGroups(numbers, self._state.inputs.seed_of(step), self._state.numbers())
         about = {"step": step, "seed": self._recorded.seed}
-        pairs = [*zip(numbers, groups, strict=True)]
-        self._append(step, lambda: [record_of(group, number=number, **about) for number, group in pairs])
+        self._append(step, lambda: [record_of(group, number=group.number, **about) for group in groups])
 
     def add_sampled(self, number: int, seed: int, group: Group) -> None:
         """Record a group as it was sampled, not scored; `number`: its place in the order of prompts."""
@@ -151,7 +149,7 @@ class SampleJournal:
     def prune(self) -> None:
         """Remove the steps before the oldest checkpoint.
 
-        Until there are more checkpoints than the run keeps, the oldest one is the start of the run.
+        While there are fewer checkpoints than the run keeps, the oldest one is the start of the run.
         """
         assert self._log is not None, "call `resume` first"
         checkpoints = saved_steps(self._checkpoints)

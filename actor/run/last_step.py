@@ -59,7 +59,7 @@ class LastStep:
             return f"the policy's update of step {self.step + 1} had started"
         if is_device_error(error):
             return "its device does not answer"
-        if not all_finite([*self._policy.model.parameters(), *self._policy.sampler.parameters()]):
+        if not all_finite([*self._policy.model.parameters(), *self._policy.generator.parameters()]):
             return "its weights are not finite"
         return ""
 

@@ -81,7 +81,7 @@ def follow_rank_0(config: RunConfig, ranks: Ranks) -> None:
 
 def _follow_sampling(policy: Policy, threads: int) -> None:
     torch.set_num_threads(threads)  # torch keeps this setting per thread
-    use_gpu(policy.sampler.device)
+    use_gpu(policy.generator.device)
     try:
         policy.follow_sampling()
     except RankLost:  # the main thread ends this process

@@ -81,6 +81,7 @@ class RemoteCritic:
         The sidecar counts a failed update as done: it keeps serving the previous weights and accepts the next step.
         """
         timers = Timers(step)
+        version = None
         with timers.phase("critic_update"):
             try:
                 answer = await self._client.train(payload, run_id=self._run_id, step=step)
@@ -88,10 +89,11 @@ class RemoteCritic:
                 self.num_failed_updates += 1
                 text = "step %d: the critic's update failed, the run continues without it: %s"
                 logger.warning(text, step, error, extra={"step": step})
-                return None
+            else:
+                version = answer.weights_version
+                self._version_steps.record(version, step)
         timers.append_spans(self._run_dir)
-        self._version_steps.record(answer.weights_version, step)
-        return answer.weights_version
+        return version
 
     def staleness(self, versions: Sequence[int], step: int) -> dict[str, Metric]:
         """Return `VersionSteps.metrics` of the versions that scored the rows of `step`."""
@@ -107,6 +109,8 @@ class RemoteCritic:
     def start_save(self, step: int, keep_steps: list[int]) -> None:
         """Start saving the critic's checkpoint of `step`; the server keeps older ones only of `keep_steps`."""
         if self.is_trained:
+            # One that failed stays, so that `finish_saves` raises its error.
+            self._saves = [save for save in self._saves if not save.done() or save.exception() is not None]
             self._saves.append(asyncio.create_task(self._save(step, keep_steps)))
 
     async def _save(self, step: int, keep_steps: list[int]) -> None:

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf_triton.actor.algorithms.batch import check_failures
 from rlhf_triton.actor.data.compute import cancel_all, set_error
@@ -79,7 +79,7 @@ class Rollouts:
         # On several ranks other calls wait until the job in decoding is done, so there is one, during the update.
         self._is_interruptible = settings.ranks == 1
         self._most_ahead = min(settings.max_off_policy_steps, settings.steps)
-        self._in_flight = deque[tuple[GroupInFlight, Positions]]()  # with the positions after its prompt
+        self._in_flight = deque[tuple[GroupInFlight, PlannedGroup]]()
         self._completing = list[GroupInFlight]()
         self._demands = dict[int, asyncio.Task[VersionRange | None]]()  # by the critic update that is waited for
 
@@ -134,7 +134,7 @@ class Rollouts:
         if count <= 0:
             return
         size = self._settings.algorithm.responses_per_prompt
-        start = self._in_flight[-1][1] if self._in_flight else self.inputs.positions[step - 1 + bool(repeat)]
+        start = self._in_flight[-1][1].after if self._in_flight else self.inputs.positions[step - 1 + bool(repeat)]
         prompts = await self._collector.in_thread(self.inputs.read, count, start)
         check_columns(self._collector.scorer.reward, [prompt for prompt, _ in prompts])
         planned = [self._plan(prompt, after, i, step, repeat) for i, (prompt, after) in enumerate(prompts)]
@@ -152,7 +152,7 @@ class Rollouts:
                 started[group.number] = in_flight
                 if self._settings.max_off_policy_steps:
                     self._record_when_sampled(group, in_flight)
-        self._in_flight += ((started[group.number], group.after) for group in planned)
+        self._in_flight += ((started[group.number], group) for group in planned)
 
     def _plan(self, prompt: Prompt, after: Positions, position: int, step: int, repeat: int) -> PlannedGroup:
         """Return the `position`-th group that `_start` starts.
@@ -193,8 +193,8 @@ class Rollouts:
         self._completing = [group for group, _ in pairs]
         with_logprobs = not self._settings.is_one_update
         groups = await self._collector.complete(self._completing, timers=timers, with_logprobs=with_logprobs)
-        self.inputs.record(step, pairs[-1][1])
-        return groups
+        self.inputs.record(step, pairs[-1][1].after)
+        return [replace(group, number=planned.number) for group, (_, planned) in zip(groups, pairs, strict=True)]
 
     def _demand(self, group: GroupInFlight, step: int) -> None:
         """Let a group be scored as soon as the critic's weights are new enough for `step`."""

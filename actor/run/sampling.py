@@ -50,9 +50,9 @@ class PolicySampling:
             self._decoding = asyncio.create_task(self._decode())
         return [*ended.values()]
 
-    async def renew(self, version: int) -> None:
-        """Sample with the policy's current weights from now on; see `Policy.renew_sampler`."""
-        await self._in_thread(self._policy.renew_sampler, version)
+    async def renew(self, policy_step: int) -> None:
+        """Sample with the policy's current weights from now on; see `Policy.renew_generator`."""
+        await self._in_thread(self._policy.renew_generator, policy_step)
 
     async def settle(self) -> None:
         """Wait until all conversations have ended."""

@@ -10,12 +10,20 @@ import numpy as np
 
 from rlhf_triton.actor.data.rollout_rows import RolloutRow
 from rlhf_triton.actor.policy.policy import Policy
+from rlhf_triton.actor.scoring.reply_shapes import check_shape
 from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE, id_ranges
+from rlhf_triton.wire.contract import (
+    BANNED_TOKEN_IDS,
+    CHECKPOINT_FINGERPRINT,
+    LOGPROBS,
+    REFERENCE,
+    TEMPERATURE,
+    id_ranges,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,7 @@ class ServedReference:
         """Request the log-probs of rows; return for each row an array float32 `[n]`, or the error message."""
         try:
             answer = await self.client.logprobs([row.tokens for row in rows])
+            check_shape(LOGPROBS, answer, len(rows), max(len(row.tokens) for row in rows), is_padded=True)
         except RequestFailed as error:  # counted and masked by the caller
             return [str(error)] * len(rows)
         results: list[np.ndarray | str] = []

@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import operator
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from rlhf_triton.actor.data.compute import map_concurrently
 from rlhf_triton.actor.data.rollout_rows import Conversation, RolloutRow, Score, fit_float32
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
+from rlhf_triton.actor.scoring.reply_shapes import check_shape
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.row_texts import read_text, tokens_at
 from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
@@ -165,46 +166,44 @@ class Scorer:
         """Send one request for `rows`; return the rows with its answer, or with its error as their failure."""
         try:
             answer = await request(rows)
+            return await asyncio.to_thread(self._apply_answer, rows, answer)
         except RequestFailed as error:
             return [dataclasses.replace(row, score=Score(failure=str(error))) for row in rows]
-        return await asyncio.to_thread(self._apply_answer, rows, answer)
 
     async def _request_values(self, versions: VersionRange | None, rows: Sequence[RolloutRow]) -> dict[str, np.ndarray]:
         return await self._client.score([row.tokens for row in rows], (VALUES, WEIGHTS_VERSION), versions=versions)
 
-    async def _request_scores(
-        self, versions: VersionRange | None, samples: Sequence[RolloutRow]
-    ) -> dict[str, np.ndarray]:
+    async def _request_scores(self, versions: VersionRange | None, rows: Sequence[RolloutRow]) -> dict[str, np.ndarray]:
         if not self._has_rewards:
-            return await self._request_values(versions, samples) if self.has_critic else {}
-        rows = [sample.tokens for sample in samples]
+            return await self._request_values(versions, rows) if self.has_critic else {}
+        tokens = [row.tokens for row in rows]
         wanted = self.reward.reward_outputs
         metadata = texts = pairs = None
         if self.reward.components or self.sends_sentences:
-            metadata, texts, pairs = await asyncio.to_thread(self.text_inputs, samples)
+            metadata, texts, pairs = await asyncio.to_thread(self.text_inputs, rows)
         options: dict[str, Any] = {}
         if self.reward.granularity is not None:
             wanted = (*wanted, STEP_REWARDS, STEP_ENDS)
-            options = {"prompt_lengths": [len(sample.prompt.tokens) for sample in samples]}
+            options = {"prompt_lengths": [len(row.prompt.tokens) for row in rows]}
         if texts is None and self.has_critic:
             outputs = (*wanted, VALUES, WEIGHTS_VERSION)
-            return await self._client.score(rows, outputs, metadata, **options, versions=versions)
+            return await self._client.score(tokens, outputs, metadata, **options, versions=versions)
         if texts is None:
-            return await self._client.rewards(rows, wanted, metadata, **options)
+            return await self._client.rewards(tokens, wanted, metadata, **options)
         rewards = self._client.score_sentences(texts, wanted, metadata, pairs=pairs)
         if not self.has_critic:
             return await rewards
-        values, answer = await asyncio.gather(self._request_values(versions, samples), rewards)
+        values, answer = await asyncio.gather(self._request_values(versions, rows), rewards)
         return {**values, **answer}
 
     def text_inputs(
-        self, samples: Sequence[RolloutRow]
+        self, rows: Sequence[RolloutRow]
     ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
         """Return (metadata, sentences, second texts of pairs) of rows; None for texts that are not sent.
 
         For a chat, a sentence is only the response, because the messages are sent as metadata.
         """
-        texts = [read_text(sample, self._tokenizer) for sample in samples]
+        texts = [read_text(row, self._tokenizer) for row in rows]
         metadata = [row_metadata(self.reward, text) for text in texts]
         if not self.sends_sentences:
             return metadata, None, None
@@ -215,11 +214,12 @@ class Scorer:
         return metadata, [*map(operator.add, prompts, responses)], None
 
     def _apply_answer(self, rows: Sequence[RolloutRow], answer: dict[str, np.ndarray]) -> list[RolloutRow]:
-        """Return the rows with their scores from the server's answer, which has one row per row."""
+        """Return the rows with their scores from the server's answer. Raises RequestFailed if it does not fit."""
         size = len(rows)
+        self._check_shapes(rows, answer)
         causes = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * size
-        version = _single_version(answer[WEIGHTS_VERSION], size) if VALUES in answer else -1
-        reward_version = _single_version(answer[REWARD_VERSION], size) if REWARD_VERSION in answer else None
+        version = _single_version(answer, WEIGHTS_VERSION) if VALUES in answer else -1
+        reward_version = _single_version(answer, REWARD_VERSION) if REWARD_VERSION in answer else None
         scored_rows = []
         for i, (row, cause) in enumerate(zip(rows, causes, strict=True)):
             total = float(answer[REWARDS][i, 0]) if REWARDS in answer else 0.0
@@ -240,12 +240,20 @@ class Scorer:
             )
             if STEP_REWARDS in answer:
                 score = self._with_steps(row, score, answer[STEP_REWARDS][i], answer[STEP_ENDS][i])
-            arrays = [array for array in (np.array(total), values) if array is not None]
-            if not all(np.isfinite(array).all() for array in arrays) or not fit_float32([score]):
-                what = ", or there are no steps" if STEP_REWARDS in answer else ""
-                score = dataclasses.replace(score, failure=cause or f"the reward or the values are not finite{what}")
+            if failure := _failure_of(score):
+                score = dataclasses.replace(score, failure=cause or failure)
             scored_rows.append(dataclasses.replace(row, score=score))
         return scored_rows
+
+    def _check_shapes(self, rows: Sequence[RolloutRow], answer: Mapping[str, np.ndarray]) -> None:
+        widths = {REWARD_COMPONENTS: len(self.reward.components)}
+        if STEP_ENDS in answer:
+            widths[STEP_ENDS] = widths[STEP_REWARDS] = max(answer[STEP_ENDS].shape[1:], default=0)
+        for name, output in answer.items():
+            if name == VALUES:
+                check_shape(name, output, len(rows), max(len(row.tokens) for row in rows), is_padded=True)
+            else:
+                check_shape(name, output, len(rows), widths.get(name, 1))
 
     def _with_steps(self, row: RolloutRow, score: Score, rewards: np.ndarray, ends: np.ndarray) -> Score:
         """Return the score with the row's process rewards, each at the last sampled token of its step.
@@ -259,6 +267,8 @@ class Scorer:
         ends = ends[ends >= 0]
         if self.sends_sentences:
             ends = tokens_at(row, ends, self._tokenizer)
+        if (ends >= len(row.tokens)).any():
+            raise RequestFailed(f"the server returned {STEP_ENDS} {ends.max()} for a row of {len(row.tokens)} tokens")
         # A step may contain or be text of an environment, whose tokens the policy did not sample.
         last_sampled = np.maximum.accumulate(np.where(row.sampled, np.arange(len(row.tokens)), -1))
         places = np.where(last_sampled[ends] < 0, row.sampled.argmax(), last_sampled[ends])
@@ -275,8 +285,21 @@ class Scorer:
         return dataclasses.replace(score, steps=steps, ends=has_reward, outcome=outcome)
 
 
-def _single_version(versions: np.ndarray, rows: int) -> int:
-    """Return the version that scored all rows of a request; asserts that there is only one."""
-    assert versions.shape == (rows, 1), f"the versions of {rows} rows have the shape {versions.shape}"
-    assert (versions == versions[0]).all(), f"one request was scored by the versions {sorted(set(versions.flat))}"
-    return int(versions[0, 0])
+def _failure_of(score: Score) -> str:
+    """Return why a score from a server cannot be trained on; "" if it can."""
+    if score.values is not None and not np.isfinite(score.values).all():
+        return "the critic's values are not finite"
+    if not np.isfinite(score.reward):
+        has_no_steps = score.ends is not None and not score.ends.any()
+        return "the response has no steps to reward" if has_no_steps else f"the reward is {score.reward}"
+    if score.steps is not None and not np.isfinite(score.steps).all():
+        return "the reward of a step is not finite"
+    return "" if fit_float32([score]) else "the rewards are too large for float32"
+
+
+def _single_version(answer: Mapping[str, np.ndarray], name: str) -> int:
+    """Return the version that scored all rows of a request. Raises RequestFailed if there are several."""
+    versions = np.unique(answer[name]).tolist()
+    if len(versions) > 1:
+        raise RequestFailed(f"the server returned {name} {versions} for one request, but one version is expected")
+    return int(versions[0])

@@ -68,17 +68,18 @@ class VllmGeneration(Generation):
         self._is_dropping = False
         self._budget = RetryBudget(RETRY_RESERVE)
 
-    def renew(self, version: int) -> None:
-        """Publish the sampler's weights, if they changed, as a version that servers load.
+    def renew(self, policy_step: int) -> None:
+        """Publish the generator's weights, if they changed, as a version that servers load.
 
         They load it before their next response, or if they are responding, between two tokens.
         """
-        self.version = version
+        self.policy_step = policy_step
         if self._policy.ranks.rank == 0:
             if self._published == self._policy.trained.optimizer_step:
-                self._versions.keep(version)
+                self._versions.keep(policy_step)
                 return
-            self._versions.publish(self._policy.sampler.save_pretrained, version)  # with LoRA, only the adapters
+            write = self._policy.generator.save_pretrained  # with LoRA, only the adapters
+            self._versions.publish(write, policy_step)
             self._published = self._policy.trained.optimizer_step
         self._wake_loop()
 

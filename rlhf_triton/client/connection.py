@@ -105,7 +105,11 @@ class HTTPConnection:
                     checked = self._checked  # a connection made meanwhile replaces the set
                     await self.describe(model)
                     checked.add(model)
-        return {name: reply.as_numpy(name) for name in message.outputs}
+        arrays = {name: reply.as_numpy(name) for name in message.outputs}
+        for name, array in arrays.items():
+            if array is None:
+                raise AttemptFailed(ErrorKind.WRONG, "does not answer as Triton does", f"its reply lacks {name}")
+        return arrays
 
     async def describe(self, model: str) -> None:
         """Read what a model declares. Raises AttemptFailed if its parameters are unexpected; see also `infer`."""

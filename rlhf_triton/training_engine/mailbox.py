@@ -11,10 +11,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rlhf_triton.errors import RankFailed, RlhfError
-
-ERROR = "error"
-
 
 class Mailbox:
     """Messages between this rank and the others; each is read once, in the order of sending."""
@@ -30,20 +26,14 @@ class Mailbox:
         self._store.set(f"{self._rank} to {to}: {self._sent[to]}", save(dict(tensors)))
         self._sent[to] += 1
 
-    def send_error(self, to: int, error: RlhfError | OSError) -> None:
-        """Make the next `receive` of rank `to` raise RankFailed."""
-        self.send(to, {ERROR: as_tensor(f"rank {self._rank}: {error}")})
-
     def receive(self, sender: int) -> dict[str, Tensor] | None:
-        """Return the next message of rank `sender`, or None if there is none yet. Raises RankFailed."""
+        """Return the next message of rank `sender`, or None if there is none yet."""
         key = f"{sender} to {self._rank}: {self._received[sender]}"
         if not self._store.check([key]):
             return None
         tensors = load(self._store.get(key))
         self._store.delete_key(key)
         self._received[sender] += 1
-        if ERROR in tensors:
-            raise RankFailed(value_of(tensors[ERROR]))
         return tensors
 
 

@@ -251,7 +251,7 @@ def test_resumed_rows_match_generation_from_the_whole_row(name, slots, budget):
 
 
 def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
-    """Each token has the log-prob that a forward pass gives it, with the weights of the version that is recorded.
+    """Each token has the log-prob that a forward pass gives it, with the weights of the step that is recorded.
 
     A second job is added while the first one is decoded; seeds make its responses those of a rollout of its own.
     """
@@ -269,25 +269,25 @@ def test_new_weights_are_taken_up_between_tokens_with_exact_logprobs():
     def finished(index, rows):
         found[int(rows[0].prompt.prompt_id)] = rows[0]
 
-    for version, passes in ((0, 14), (1, 1000)):
+    for step, passes in ((0, 14), (1, 1000)):
         remaining = iter([False] * passes)
-        layer.data.copy_(weights[version])
-        engine.renew(version)
-        engine.add(SamplingJob(given((range(5), range(5, 9))[version]), finished, seed=1 + version))
+        layer.data.copy_(weights[step])
+        engine.renew(step)
+        engine.add(SamplingJob(given((range(5), range(5, 9))[step]), finished, seed=1 + step))
         engine.decode(lambda remaining=remaining: next(remaining, True))
     assert not engine.has_jobs
-    versions = [row.versions[row.sampled].tolist() for _, row in sorted(found.items())]
-    assert any(0 < sum(of_row) < len(of_row) for of_row in versions), "no response has tokens of both versions"
-    assert all(of_row == sorted(of_row) for of_row in versions)
+    steps = [row.policy_steps[row.sampled].tolist() for _, row in sorted(found.items())]
+    assert any(0 < sum(of_row) < len(of_row) for of_row in steps), "no response has tokens of both weights"
+    assert all(of_row == sorted(of_row) for of_row in steps)
     for row in found.values():
-        assert (row.versions[~row.sampled] == -1).all()
-        for version in (0, 1):
-            layer.data.copy_(weights[version])
+        assert (row.policy_steps[~row.sampled] == -1).all()
+        for step in (0, 1):
+            layer.data.copy_(weights[step])
             tokens = torch.from_numpy(row.tokens)
             logits = model(tokens[None]).logits[0].detach()
             logits[:, [0, 1]] = -torch.inf
             expected = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[:, 0].numpy()
-            its = row.versions[1:] == version
+            its = row.policy_steps[1:] == step
             np.testing.assert_allclose(row.logprobs[1:][its], expected[its], atol=1e-5)
     assert texts(generation(model), prompts[5:], seed=2) == [responses([found[i]])[0] for i in range(5, 9)]
     assert alone != [responses([found[i]])[0] for i in range(5, 9)]
@@ -538,8 +538,8 @@ def test_logprobs_apply_temperature_and_banned_tokens_but_not_top_k_or_top_p(che
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
-    """One-step off-policy: until `renew_sampler`, texts and log-probs are those of the rollout's first policy."""
+def test_generator_weights_stay_fixed_during_an_update(checkpoint):
+    """One-step off-policy: until `renew_generator`, texts and log-probs are those of the rollout's first policy."""
     policy = make_policy(checkpoint, max_off_policy_steps=1, old_logprobs="sampler")
     before = generate(policy)
     logprobs = logprobs_of(policy, before)
@@ -547,7 +547,7 @@ def test_sampler_weights_stay_fixed_during_an_update(checkpoint):
     policy.model.lm_head.weight.data[20] += 5.0
     assert torch.equal(tokens_of(generate(policy)), tokens_of(before))
     assert torch.equal(logprobs_of(policy, before), logprobs)
-    policy.renew_sampler()
+    policy.renew_generator()
     assert not torch.equal(tokens_of(generate(policy)), tokens_of(before))
     assert not torch.equal(logprobs_of(policy, before), logprobs)
     assert torch.equal(logprobs_of(policy, before, reference=True), ref_logprobs)
@@ -570,7 +570,7 @@ def test_rows_that_an_older_policy_sampled_do_not_test_generation(checkpoint):
     policy = make_policy(checkpoint, precision="float32", max_off_policy_steps=1, old_logprobs="sampler")
     older = generate(policy)
     policy.model.lm_head.weight.data[20] += 5.0
-    policy.renew_sampler(1)
+    policy.renew_generator(1)
     assert all(found is row.logprobs for found, row in zip(policy.sampled_logprobs(older), older, strict=True))
     newer = [replace(row, logprobs=row.logprobs + row.sampled) for row in generate(policy)]
     both = [*older, *newer]

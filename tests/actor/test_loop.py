@@ -177,7 +177,7 @@ async def test_rows_are_scored_while_others_are_generated_and_keep_their_own_sco
 
 
 async def test_missing_reference_logprobs_mask_the_row(policy):
-    """A request is refused, another's answer is NaN; the other rows are unaffected."""
+    """A request is refused, another's answer is NaN, a third's is too short; the remaining row is unaffected."""
 
     def change(row, found):
         if row[0] == 8:
@@ -187,12 +187,19 @@ async def test_missing_reference_logprobs_mask_the_row(policy):
         else:
             found[0] = -np.inf  # a token of the prompt that sampling never draws
 
-    reference = ServedReference(Reference(change), policy, Path())
+    class ThroughProxy(Reference):
+        async def logprobs(self, rows):
+            found = await super().logprobs(rows)
+            return found[:, :1] if rows[0][0] == 9 else found
+
+    reference = ServedReference(ThroughProxy(change), policy, Path())
     rows = await collected(policy, InstantScorer(), reference=reference)
+    failures = [row.score.failure for row in rows]
     not_finite = "reference returned log-probs that are not finite for a response"
-    assert [row.score.failure for row in rows] == ["", "reference at host refused: too late", "", not_finite]
+    assert (failures[:2], failures[3]) == (["", "reference at host refused: too late"], not_finite)
+    assert f"logprobs of shape [1, 1], but [1, {len(rows[2].tokens)}] is expected" in failures[2]
     assert all(row.score.reward == row.tokens.sum() for row in rows)
-    assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, True, False]
+    assert make_batch(rows, algorithm_name="reinforce++").mask.any(-1).tolist() == [True, False, False, False]
 
 
 async def test_no_reference_is_loaded_or_asked_without_a_kl_penalty(policy, checkpoint):
@@ -369,6 +376,9 @@ def test_run_continues_after_failed_critic_updates(tmp_path, checkpoints, caplog
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[-1]["client/failed_critic_updates"] == 1
     assert all(f"the gradients of {step} are not finite" in caplog.text for step in (1, 4))
+    timeline = read_jsonl(tmp_path / "timeline.jsonl")
+    timed = [line["step"] for line in timeline if line["phase"] == "critic_update"]
+    assert sorted(timed) == [1, 2, 3, 4], "the time of a failed update is missing"
 
 
 def environment_run(folder, checkpoints, name, columns, **actor):
@@ -680,17 +690,17 @@ def test_run_saves_its_last_complete_step_after_any_end(tmp_path, checkpoints, w
 
 def nan_weights(run):
     """Make the weights NaN after the second step."""
-    renew = run.policy.renew_sampler
+    renew = run.policy.renew_generator
     calls = []
 
-    def poisoned(version):
+    def poisoned(policy_step):
         calls.append(None)
         if len(calls) == 3:
             with torch.no_grad():
                 next(p for p in run.policy.model.parameters() if p.requires_grad).fill_(math.nan)
-        renew(version)
+        renew(policy_step)
 
-    run.policy.renew_sampler = poisoned
+    run.policy.renew_generator = poisoned
 
 
 @pytest.mark.parametrize(
@@ -761,7 +771,7 @@ def watched_batches(run):
     ("owner", "name", "call", "done"),
     [
         ("policy", "decode", 1, 0),  # the validation before the first step
-        ("policy.sampler", "disable_adapter", 3, 1),  # for the reference
+        ("policy.generator", "disable_adapter", 3, 1),  # for the reference
         ("policy_update", "run", 2, 2),
         ("policy", "decode", 4, 2),  # the validation after step 2
     ],
@@ -905,11 +915,11 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
     """No forward pass runs after the run has abandoned the rollout, even in the middle of a response."""
     run = make_grpo(tmp_path, checkpoints, **OFF_POLICY)
     forwards = []
-    run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
+    run.policy.generator.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
     go_until(run, run.policy, "decode", 2)
     counted = len(forwards)
     with pytest.raises(asyncio.CancelledError):
-        run.policy.sampler(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+        run.policy.generator(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     assert len(forwards) == counted
 
 

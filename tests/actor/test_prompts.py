@@ -16,6 +16,7 @@ from tiny_tokenizers import ADDED, CHATS, PLAIN_CHAT, make_text_tokenizer
 
 from rlhf_triton.actor.data.prompt_files import PromptError, read_rows
 from rlhf_triton.actor.data.prompt_reader import PromptReader, read_prompts
+from rlhf_triton.actor.data.prompts import Positions
 from rlhf_triton.checkpoints.tokenization import encode_text
 from rlhf_triton.config.actor import PromptFileSection
 from rlhf_triton.store.jsonl import drop_steps_from, each_line, write_jsonl
@@ -477,3 +478,13 @@ def test_skipped_prompt_is_replaced_by_the_next_row(tmp_path, caplog):
         prompts_of(inputs_of(path, max_tokens=0, too_long="skip"), 1)
     cut = prompts_of(inputs_of(path, max_tokens=2, too_long="truncate"), 1, 5)
     assert sorted(bytes(prompt.tokens.tolist()) for prompt in cut) == [b"a", b"b", b"c", b"er", b"ng"]
+
+
+def test_only_short_prompt_is_found_in_whatever_order_the_epochs_have_it(tmp_path):
+    """Where two epochs meet, as many rows as the file has need not be all of its rows."""
+    path = write_prompts(tmp_path / "a.jsonl", ["a", "long"])
+    inputs = inputs_of(path, max_tokens=2, too_long="skip")
+    short = [epoch * 2 + [*np.random.default_rng([0, epoch]).permutation(2)].index(0) for epoch in range(20)]
+    assert max(np.diff(short)) > 2
+    prompts = inputs.read(20, Positions())
+    assert [positions.rows[str(path)] - 1 for _, positions in prompts] == short

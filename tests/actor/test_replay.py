@@ -191,9 +191,10 @@ def test_resume_removes_the_steps_after_its_checkpoint(copy):
 def test_resumes_after_one_checkpoint_keep_one_record_of_a_group_in_flight(copy):
     """Else a run that crashes before its next checkpoint, again and again, fills the disk."""
     samples = [
-        dataclasses.replace(sample, versions=np.full(len(sample.tokens), 4)) for sample in [*scored_samples()][:2]
+        dataclasses.replace(sample, policy_steps=np.full(len(sample.tokens), 4)) for sample in [*scored_samples()][:2]
     ]
     (group,) = groups_of(samples, 2)
+    group = dataclasses.replace(group, number=8)
     for start in range(3):
         journal = journal_of(copy, max_off_policy_steps=1)
         assert [*journal.sampled(4)] == ([9] if start else [])
@@ -204,6 +205,19 @@ def test_resumes_after_one_checkpoint_keep_one_record_of_a_group_in_flight(copy)
         journal.close()
     records = [record for step in (4, 5) for _, record in read_records(journal_dir(copy), step)]
     assert [record.header["number"] for record in records if record.header["kind"] == "sampled"] == [9]
+
+
+def test_groups_are_recorded_by_their_prompts_places_whatever_their_order_in_the_batch(copy):
+    """Dynamic sampling appends the groups that it drops, whose prompts came before those of the kept ones."""
+    groups = [dataclasses.replace(group, number=3 - i) for i, group in enumerate(groups_of(scored_samples()))]
+    journal = journal_of(copy)
+    journal.resume(4)
+    journal.add_groups(5, groups)
+    journal.close()
+    found = find_steps(journal_dir(copy), 5, 5)
+    prompts = [found.group(5, number).header["prompts"][0]["prompt_id"] for number in range(4)]
+    assert prompts == ["3", "2", "1", "0"]
+    assert journal._recorded.numbers == [3, 2, 1, 0]
 
 
 def test_damaged_groups_in_flight_are_sampled_again(copy, caplog):

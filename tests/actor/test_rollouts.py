@@ -47,7 +47,7 @@ class Simulation:
     seconds: Callable
     reward: Callable = lambda _: range(SIZE)
     slots: int = PER_STEP * SIZE
-    version: int = 0
+    policy_step: int = 0
     started: list = field(default_factory=list)  # prompt, seed, index of its first response
     scorer: Any = field(default_factory=lambda: SimpleNamespace(has_critic=True, reward=ServedModel()))
 
@@ -58,8 +58,8 @@ class Simulation:
     async def in_thread(self, function, *given):
         return function(*given)
 
-    async def renew(self, version):
-        self.version = version
+    async def renew(self, policy_step):
+        self.policy_step = policy_step
 
     async def cancel(self):
         pass
@@ -93,16 +93,16 @@ class Simulation:
 
     async def _row(self, prompt, seed, index):
         async with self._free:
-            first = self.version
+            first = self.policy_step
             await asyncio.sleep(self.seconds(prompt, seed, index))
-        versions = np.array([-1, first, self.version])
+        policy_steps = np.array([-1, first, self.policy_step])
         sampled = np.array([False, True, True])
         return {
             "prompt": prompt,
             "tokens": np.array([5, 6, 7]),
             "sampled": sampled,
             "ended": True,
-            "versions": versions,
+            "policy_steps": policy_steps,
         }
 
 
@@ -253,6 +253,9 @@ def test_groups_without_spread_are_replaced_by_the_next_ones(inputs):
     assert found.dropped == on_policy.dropped
     assert max(found.staleness) <= 2
     assert len(simulation.started) == sum(found.dropped) + 6 * PER_STEP, "groups are in flight at the end"
+    names = [name for name, *_ in simulation.started]
+    for groups in found.groups:
+        assert [names[group.number] for group in groups] == ids(groups), "a group's number is not its prompt's place"
 
 
 def test_groups_without_spread_stay_after_max_resampled_attempts(inputs):
@@ -295,6 +298,23 @@ def test_demanded_version_never_decreases_with_many_waiting_requests():
             future.set_result(version)
         await asyncio.gather(*waiting)
         assert await critic.wait_served(3) == VersionRange(3)
+
+    asyncio.run(main())
+
+
+def test_saves_that_are_done_are_forgotten():
+    """A run of months starts thousands."""
+
+    async def main():
+        async def save(**_):
+            pass
+
+        critic = RemoteCritic(SimpleNamespace(save=save), RunSection(), is_trained=True, publish_every=1)
+        for step in range(5):
+            critic.start_save(step, [step])
+            await asyncio.gather(*critic._saves)
+        assert len(critic._saves) == 1
+        await critic.finish_saves([4])
 
     asyncio.run(main())
 

@@ -57,7 +57,7 @@ def rows(draw, prompts):
         "sampled": arrays("bool", size),
         "ended": st.booleans(),
         "logprobs": st.just(logprobs),
-        "versions": st.none() | arrays("int64", size),
+        "policy_steps": st.none() | arrays("int64", size),
         "turns": st.none() | st.lists(TURNS, max_size=2).map(tuple),
         "messages": st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2).map(tuple),
         "num_prompt_messages": st.integers(0, 3),
@@ -79,7 +79,7 @@ def groups(draw):
     )
     prompts = draw(st.lists(prompt, min_size=1, max_size=2))
     conversations = st.lists(st.lists(rows(prompts), min_size=1, max_size=2).map(tuple), min_size=1, max_size=3)
-    return Group(tuple(draw(conversations)))
+    return Group(tuple(draw(conversations)), number=2)
 
 
 def bits(value):

@@ -4,7 +4,6 @@ Fake clients answer, fail or change their version on demand, which a real server
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import re
@@ -159,8 +158,12 @@ def score(client, tokenizer, rows, *, texts=False):
     return [row for (row,) in asyncio.run(scorer.score([(row,) for row in rows]))]
 
 
+def failures(rows):
+    return [row.score.failure for row in rows]
+
+
 def are_scored(rows):
-    return [not row.score.failure for row in rows]
+    return [not failure for failure in failures(rows)]
 
 
 @pytest.fixture(scope="module")
@@ -191,17 +194,29 @@ def test_groupwise_rewards_receive_a_group_at_once_and_others_rows(tokenizer, gr
     assert {i: cause for i, row in enumerate(rows) if (cause := failure_of(row))} == dict.fromkeys(refused, "refused")
 
 
-@pytest.mark.parametrize("versions", [[[4], [5]], [[4, 4]], [[4], [4]]])
+@pytest.mark.parametrize(
+    ("name", "returned", "failure"),
+    [
+        (WEIGHTS_VERSION, [[4], [4]], ""),
+        (WEIGHTS_VERSION, [[4], [5]], "weights_version [4, 5] for one request, but one version is expected"),
+        (WEIGHTS_VERSION, [[4, 4]], "weights_version of shape [1, 2], but [2, 1] is expected"),
+        (VALUES, [[0, 0], [0, 0]], "values of shape [2, 2], but [2, 3] is expected"),
+        (VALUES, [[0] * 8, [0] * 8], ""),  # padded
+        (REWARDS, [0, 0], "rewards of shape [2], but [2, 1] is expected"),
+    ],
+)
 @pytest.mark.parametrize("texts", [False, True])
-def test_scorer_demands_a_version_and_raises_if_a_response_mixes_versions(tokenizer, versions, texts):
-    """A server that broke its promise would mix two critics in one advantage."""
-    client = Client({REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: versions})
+def test_scorer_demands_a_version_and_masks_the_rows_of_a_reply_that_is_none(tokenizer, name, returned, failure, texts):
+    """A server that broke its promise would mix two critics in one advantage; a wrong proxy would end the run."""
+    answer = {REWARDS: np.zeros((2, 1)), VALUES: np.zeros((2, 3)), WEIGHTS_VERSION: [[4], [4]], name: returned}
+    client = Client(answer)
     scorer = scorer_of(client, tokenizer, with_critic=True)
     scorer.reward = ServedModel(groupwise=True)
     scorer.sends_sentences = texts
-    mixed = pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by")
-    with mixed if versions != [[4], [4]] else contextlib.nullcontext():
-        asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), versions=VersionRange(4)))
+    scored = asyncio.run(scorer.score(rows_of([1, 1, 1], [2, 1, 1]), versions=VersionRange(4)))
+    for row in scored:
+        assert (failure_of(row) == "") == (failure == "")
+        assert failure in failure_of(row)
     assert client.versions == VersionRange(4)
 
 
@@ -273,9 +288,16 @@ def test_step_rewards_are_placed_at_the_servers_step_ends(tokenizer):
     # a sum that is finite, and a step
     client.answer["rewards"][1] = 0.5
     client.answer["step_rewards"][0, 1] = NAN
-    assert are_scored(score(client, tokenizer, rows)) == [False, True]
+    assert failures(score(client, tokenizer, rows)) == ["the reward of a step is not finite", ""]
     client.answer["reward_components"][1] = 3e38  # times 3.0, which exceeds float32
-    assert are_scored(score(client, tokenizer, rows)) == [False, False]
+    client.answer["reward_errors"][1] = b""
+    assert failures(score(client, tokenizer, rows))[1] == "the rewards are too large for float32"
+    client.answer["rewards"][1] = NAN
+    assert failures(score(client, tokenizer, rows))[1] == "the reward is nan"
+    client.answer["step_ends"][1] = -1
+    assert failures(score(client, tokenizer, rows))[1] == "the response has no steps to reward"
+    client.answer["step_ends"][1] = last + 9
+    assert failures(score(client, tokenizer, rows))[1].startswith(f"the server returned step_ends {last + 9} for a row")
     answer |= {"rewards": [[6.0], [3.0]], "step_rewards": [[NAN, 0], [0.125, 0]]}
     charted = score(Client(answer, **{**names, "reward_weights": "[0.0, 3.0]"}), tokenizer, rows)
     assert are_scored(charted) == [True, True], "steps of weight 0 mask a row"

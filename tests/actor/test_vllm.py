@@ -69,7 +69,7 @@ async def test_vllm_loads_each_new_policy_version_before_generating(setup):
         for _ in range(2):
             assert await run(here) == [PolicyTurn(END, True, [-0.5] * 4)] * 3
         assert [path.name for path in server.loaded] == ["1"], "the weights are not loaded once for both ranks"
-        here.policy.renew_sampler()
+        here.policy.renew_generator()
         await run(here)
         assert len(server.loaded) == 1, "unchanged weights are written again"
         for version in ("2", "3"):
@@ -95,7 +95,7 @@ async def test_responses_in_progress_continue_with_new_weights_or_with_their_ada
         versions = {}
 
         def finished(index, conversation):
-            versions[index] = conversation[0].versions[conversation[0].sampled].tolist()
+            versions[index] = conversation[0].policy_steps[conversation[0].sampled].tolist()
 
         server.is_hanging = True
         running = asyncio.create_task(

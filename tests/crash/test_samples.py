@@ -190,8 +190,8 @@ def check_versions(critics, rows):
     """
     ages = Counter()
     for step, row in rows:
-        assert row.versions is not None
-        ages.update((step - 1 - row.versions[row.sampled]).tolist())
+        assert row.policy_steps is not None
+        ages.update((step - 1 - row.policy_steps[row.sampled]).tolist())
         missing = step - 1 - critics.manifest(row.score.version).step
         assert 0 <= missing <= STALENESS, f"step {step}: the critic lacks {missing} updates"
         assert row.score.reward_version == 0

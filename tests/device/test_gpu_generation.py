@@ -81,12 +81,12 @@ def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint):
     )
     for _ in range(3):
         train(policy, generate(policy))
-    policy.renew_sampler()
+    policy.renew_generator()
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-    addresses = {name: tensor.data_ptr() for name, tensor in policy.sampler.state_dict().items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in policy.generator.state_dict().items()}
     rollout = generate(policy)
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.model.state_dict().items())
-    assert {name: tensor.data_ptr() for name, tensor in policy.sampler.state_dict().items()} == addresses
+    assert {name: tensor.data_ptr() for name, tensor in policy.generator.state_dict().items()} == addresses
     apart = logprobs_of(policy, rollout)
     assert float((apart - logprobs_of(policy, rollout, reference=True)).abs().max()) > 0.15  # the adapters matter
     torch.testing.assert_close(padded([row.logprobs for row in rollout])[:, 1:], apart, rtol=0, atol=1e-4)
@@ -95,7 +95,7 @@ def test_adapters_are_merged_only_while_decoding_on_a_gpu(checkpoint):
 def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(checkpoint, caplog, monkeypatch):
     policy = make_policy(checkpoint, precision="float32", lora_rank=4)
     expected = generate(policy)
-    layer = next(layer for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
+    layer = next(layer for layer in policy.generator.modules() if hasattr(layer, "lora_A"))
     sizes = []
     merge = type(layer).get_delta_weight
 
@@ -109,7 +109,7 @@ def test_decoding_keeps_adapters_unmerged_if_merging_runs_out_of_memory(checkpoi
     assert torch.equal(tokens_of(generate(policy)), tokens_of(expected))
     assert "generation is slower: there is no memory to merge the adapters" in caplog.text
     assert policy.generation.memory.num_halvings == 0
-    assert not any(layer.merged for layer in policy.sampler.modules() if hasattr(layer, "lora_A"))
+    assert not any(layer.merged for layer in policy.generator.modules() if hasattr(layer, "lora_A"))
 
 
 def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint):
@@ -121,7 +121,7 @@ def test_out_of_memory_during_the_check_keeps_slot_decoding(checkpoint):
     assert policy.generation.uses_slots
 
 
-def test_sampler_copy_uses_its_own_stream_and_waits_in_order(checkpoint, monkeypatch):
+def test_generator_copy_uses_its_own_stream_and_waits_in_order(checkpoint, monkeypatch):
     def streams_of(work):
         with Trace(places=False) as trace:
             work()
@@ -146,7 +146,7 @@ def test_sampling_thread_uses_the_ranks_gpu():
     class Sampling:
         """Stands in for a rank's policy; the thread's first call ends it."""
 
-        sampler = SimpleNamespace(device=torch.device("cuda:2"))
+        generator = SimpleNamespace(device=torch.device("cuda:2"))
 
         def __init__(self):
             self.found = []
@@ -164,7 +164,7 @@ def test_sampling_thread_uses_the_ranks_gpu():
 
 def test_actor_threads_use_the_policys_gpu(checkpoint):
     policy = make_policy(checkpoint)
-    in_thread = ComputeThread(1, policy.sampler.device)
+    in_thread = ComputeThread(1, policy.generator.device)
 
     async def run():
         await in_thread(policy.generate, PROMPTS, seed=1)

@@ -157,7 +157,7 @@ def folder(tmp_path_factory):
 
 def devices_of(policy):
     """Return the devices of all weights and of the optimizer's state."""
-    models = [model for model in (policy.model, policy.sampler, policy.reference) if model is not None]
+    models = [model for model in (policy.model, policy.generator, policy.reference) if model is not None]
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     moments = [tensor for state in policy.trained.optimizer.state.values() for tensor in state.values() if tensor.ndim]
     return {str(tensor.device) for tensor in (*tensors, *moments)}

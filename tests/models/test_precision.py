@@ -86,7 +86,7 @@ def test_frozen_matrices_are_held_in_bfloat16_without_changing_logprobs(tmp_path
         found = logprobs_of(policy, rollout, reference=reference)
         bound = 0 if policy.model.device.type == "cpu" else GPU_BOUND
         torch.testing.assert_close(found[found != 0], expected[found != 0], rtol=0, atol=bound)
-    for model in (policy.model, policy.sampler, policy.reference):
+    for model in (policy.model, policy.generator, policy.reference):
         for name, parameter in [] if model is None else model.named_parameters():
             is_float32 = parameter.requires_grad or any(part in name for part in EXACT)
             assert parameter.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
@@ -111,7 +111,7 @@ def test_equivalence_checks_run_in_float32(tmp_path):
     assert {p.dtype for n, p in policy.model.named_parameters() if "base_layer" in n} == {torch.bfloat16}
 
 
-def test_renew_sampler_copies_an_update_to_a_bfloat16_sampler(tmp_path):
+def test_renew_generator_copies_an_update_to_a_bfloat16_generator(tmp_path):
     policy = make_policy(save_policy(tmp_path), max_off_policy_steps=1, old_logprobs="sampler", kl_coef=0)
     rollout = rows_of(policy.generate(PROMPTS, seed=1))
     before = logprobs_of(policy, rollout)
@@ -119,7 +119,7 @@ def test_renew_sampler_copies_an_update_to_a_bfloat16_sampler(tmp_path):
         for parameter in policy.model.parameters():
             parameter *= 1.5
     assert torch.equal(logprobs_of(policy, rollout), before)
-    policy.renew_sampler()
+    policy.renew_generator()
     exact = make_policy(tmp_path, kl_coef=0)
     exact.model.load_state_dict(policy.model.state_dict())
     assert torch.equal(logprobs_of(policy, rollout), logprobs_of(exact, rollout))

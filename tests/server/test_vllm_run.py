@@ -149,7 +149,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(tmp_path, models, vllm, l
         own = local_generation(policy, config.actor.generation)
         seen = []
         for _ in range(3):
-            policy.renew_sampler()
+            policy.renew_generator()
             theirs = responses(policy.generation)
             assert theirs == responses(own)
             seen.append(theirs)
@@ -157,7 +157,7 @@ def test_vllm_generates_with_the_weights_of_the_policy(tmp_path, models, vllm, l
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
             policy.trained.optimizer_step += 1
-        policy.renew_sampler()
+        policy.renew_generator()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
         rows, again = (rows_of(policy.generate(PROMPTS, seed=5)) for _ in range(2))
         assert torch.equal(tokens_of(rows), tokens_of(again))
@@ -177,27 +177,27 @@ def test_responses_in_progress_take_up_each_update_with_exact_logprobs(tmp_path,
         found = []
         weights = []
         job = SamplingJob(dict(enumerate([*PROMPTS] * 50)), lambda _, rows: found.extend(rows), seed=3)
-        for version in range(5):
+        for step in range(5):
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
             policy.trained.optimizer_step += 1
-            policy.renew_sampler(version)
-            weights.append({name: tensor.clone() for name, tensor in policy.sampler.state_dict().items()})
-            if not version:
+            policy.renew_generator(step)
+            weights.append({name: tensor.clone() for name, tensor in policy.generator.state_dict().items()})
+            if not step:
                 policy.add(job)
             begun = len(found)
             while len(found) < begun + 20:
                 time.sleep(0.01)
         policy.decode()
-    changes = [len({*row.versions[row.sampled].tolist()}) - 1 for row in found]
+    changes = [len({*row.policy_steps[row.sampled].tolist()}) - 1 for row in found]
     assert len(found) == 200
     assert max(changes) >= 1
     gaps = []
-    for version, tensors in enumerate(weights):
-        policy.sampler.load_state_dict(tensors)
+    for step, tensors in enumerate(weights):
+        policy.generator.load_state_dict(tensors)
         for row, logprobs in zip(found, policy.logprobs(found), strict=True):
-            gaps += abs(logprobs - row.logprobs)[row.versions == version].tolist()
+            gaps += abs(logprobs - row.logprobs)[row.policy_steps == step].tolist()
     assert len(gaps) == sum(int(row.sampled.sum()) for row in found)
     print(f"{sum(changes)} changes of weights within {len(found)} responses, largest gap {max(gaps):.1e}")
     assert max(gaps) <= MOST_GAP
@@ -227,7 +227,7 @@ def test_vllm_samples_conversations_turn_by_turn(tmp_path, models, vllm, monkeyp
         policy = vllm_policy(config, longest_row=(120, ""))
         policy.generation.runner = ConversationRunner(environment, policy.tokenizer, max_prompt_tokens=60)
         try:
-            policy.renew_sampler()
+            policy.renew_generator()
             prompts = [replace(PROMPTS[i % 4], metadata={"turns": 1 + i % 4}) for i in range(32)]
             rows = rows_of(policy.generate(prompts, seed=5))
         finally:

@@ -78,7 +78,7 @@ def session(ranks, folder, case, **others):
     """Run an actor's calls on its policy: rollouts, updates, a checkpoint and the final policy in `folder/written`."""
     config = RunConfig(actor=settings_of(folder, case, **others))
     if isinstance(ranks, Ranks) and ranks.rank:
-        spoil_the_last_sampler(ranks)
+        spoil_the_last_generator(ranks)
         adapters.write_tensors = None  # only rank 0 writes a file
     policy, update = begin(ranks, config)
     if policy is None:
@@ -87,7 +87,7 @@ def session(ranks, folder, case, **others):
     ended = []
     found = {}
     for step in (1, 2):
-        policy.renew_sampler()
+        policy.renew_generator()
         ended.append(0)
         rows = rows_of(policy.generate(PROMPTS, seed=step, finished=lambda *_: ended.append(ended.pop() + 1)))
         logprobs = policy.sampled_logprobs(rows), policy.logprobs(rows), policy.logprobs(rows, reference=True)
@@ -97,12 +97,12 @@ def session(ranks, folder, case, **others):
         found[f"weights of step {step}"] = weights_of(policy)
         update.run(batch_of(step), seed=step, kl_coef=0.1)
     policy.save(root / "policy")
-    policy.renew_sampler()
+    policy.renew_generator()
     found["weights at the end"] = weights_of(policy)
     found["ended"] = ended
     load_checkpoint(root, 2, states(policy))  # on all ranks, at the place in the schedule
     update.run(batch_of(2), seed=2, kl_coef=0.1)
-    policy.renew_sampler()
+    policy.renew_generator()
     found["weights at the end, resumed"] = weights_of(policy)
     if isinstance(ranks, Ranks):
         with pytest.raises(RankFailed) as failure:
@@ -111,8 +111,8 @@ def session(ranks, folder, case, **others):
     return found
 
 
-def spoil_the_last_sampler(ranks):
-    """Give rank 1's sampler non-finite weights when it generates with the seed SPOILED."""
+def spoil_the_last_generator(ranks):
+    """Give rank 1's generator non-finite weights when it generates with the seed SPOILED."""
     follow_sampling = Policy.follow_sampling
 
     def spoiled(policy):
@@ -120,7 +120,7 @@ def spoil_the_last_sampler(ranks):
 
         def run(*args, seed, greedy):
             if seed == SPOILED and ranks.rank == 1:
-                for parameter in policy.sampler.parameters():
+                for parameter in policy.generator.parameters():
                     parameter.data.fill_(torch.nan)
             run_rows(*args, seed=seed, greedy=greedy)
 
@@ -131,4 +131,4 @@ def spoil_the_last_sampler(ranks):
 
 
 def weights_of(policy):
-    return [p.detach().clone().float().cpu().numpy() for p in policy.sampler.parameters()]
+    return [p.detach().clone().float().cpu().numpy() for p in policy.generator.parameters()]

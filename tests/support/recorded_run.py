@@ -39,8 +39,8 @@ class UntrainedPolicy:
     halvings = ()
 
     def __init__(self, device):
-        self.sampler = torch.nn.Linear(1, 1, device=device)
-        self.sampler.device = torch.device(device)
+        self.generator = torch.nn.Linear(1, 1, device=device)
+        self.generator.device = torch.device(device)
 
     def save(self, folder):
         save_file({"w": torch.zeros(1)}, folder / "model.safetensors")

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,15 +51,16 @@ def simulate(folder, steps, *, starts):
     groups = groups_of([*scored_samples()][:4], 2)
     digests = np.zeros(NUM_TENSORS, np.uint64)
 
-    async def session(first, last):
+    async def session(begin, last):
         samples = SampleJournal(config, state)
-        samples.sampled(first - 1)
-        samples.resume(first - 1)
+        samples.sampled(begin - 1)
+        samples.resume(begin - 1)
         sizes = [0]
-        for step in range(first, last + 1):
+        for step in range(begin, last + 1):
             for number, group in enumerate(groups, 2 * (step + AHEAD)):
                 samples.add_sampled(number, step, group)
-            samples.add_groups(step, groups)
+            first = 2 * (step - 1)
+            samples.add_groups(step, [replace(group, number=first + i) for i, group in enumerate(groups)])
             await samples.durable()
             header = {"kind": "step", "step": step, "groups": samples._recorded.numbers}
             samples._append(step, lambda header=header: [StoredRecord(header, {"weights": digests})])

@@ -39,12 +39,12 @@ class VllmSetup:
         self.config = RunConfig.model_validate({"run": {"dir": str(folder)}, "actor": actor})
         self.policy = Policy(self.config.actor, make_generation=lambda policy, _: VllmGeneration(self.config, policy))
         self.generation = self.policy.generation
-        self.policy.renew_sampler()
+        self.policy.renew_generator()
 
     def update(self):
         """Make a new version of the policy, as an update does."""
         self.policy.trained.optimizer_step += 1
-        self.policy.renew_sampler(self.policy.trained.optimizer_step)
+        self.policy.renew_generator(self.policy.trained.optimizer_step)
 
     def run(self, *, seed=3, greedy=False):
         """Generate a response to each of PROMPTS."""

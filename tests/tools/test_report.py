@@ -362,7 +362,7 @@ class TestSamples:
         columns = {
             "logprobs": np.array([0, 0] + [math.log(0.5)] * num_tokens, np.float32),
             "policy_logprobs": np.array([0, 0] + [math.log(0.125)] * num_tokens, np.float32),
-            "versions": np.array([-1, -1] + [7] * num_tokens),
+            "policy_steps": np.array([-1, -1] + [7] * num_tokens),
         }
         if not forwards:
             columns["policy_logprobs"] = columns["logprobs"]

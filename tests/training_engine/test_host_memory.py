@@ -51,7 +51,7 @@ class Peak(threading.Thread):
 
 def kept_bytes(policy):
     """Return the bytes of the shards and copies; on a GPU they are in its memory."""
-    models = [model for model in (policy.model, policy.sampler, policy.reference) if model is not None]
+    models = [model for model in (policy.model, policy.generator, policy.reference) if model is not None]
     tensors = {p.to_local() if hasattr(p, "to_local") else p for model in models for p in model.parameters()}
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
@@ -70,7 +70,7 @@ def beside_what_it_keeps(ranks, folder, others):
     loading.shard = watched
     policy, _ = make(section, ranks)
     peaks.append(peak.take() - kept_bytes(policy))
-    return [each / sum(p.numel() for p in policy.sampler.parameters()) for each in peaks]
+    return [each / sum(p.numel() for p in policy.generator.parameters()) for each in peaks]
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,11 @@
 
 import asyncio
 import string
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ import torch
 from live_system import TEXTS, make_tokenizer
 from policy_sessions import CASES, LENGTHS, PROMPTS, batch_of, begin, make, session, settings_of
 from ranks import on_ranks
+from samples import a_sample
 from settings import actor_section
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
+from torch.distributed import HashStore, PrefixStore
 from transformers import AutoModelForCausalLM
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
@@ -24,9 +28,10 @@ from rlhf_triton.actor.generation.slots import Decoder
 from rlhf_triton.actor.policy import policy as policy_module
 from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.errors import RankFailed, RlhfError
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine.mailbox import as_tensor, value_of
-from rlhf_triton.training_engine.ranks import ALONE, Ranks
+from rlhf_triton.training_engine.ranks import ALONE, END, Ranks
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environment_classes.py"
 UPDATES = 5
@@ -43,7 +48,7 @@ def gradients(policy, update):
 
 
 def trained(ranks, folder, case, dtype):
-    """Return statistics, gradients and weights of five updates, and the sampler's largest distance from the policy."""
+    """Return statistics, gradients and weights of five updates, and the generator's distance from the policy."""
     torch.use_deterministic_algorithms(True)
     if dtype == torch.float64:
         load = policy_module.load_model
@@ -58,11 +63,11 @@ def trained(ranks, folder, case, dtype):
     lengths = batch_of(0).lengths
     for step in range(UPDATES):
         found["stats"].append(update.run(batch_of(step), seed=step, kl_coef=0.1).metrics)
-        policy.renew_sampler()
+        policy.renew_generator()
         everywhere = torch.ones_like(tokens[:, 1:])
         with torch.no_grad():
             ours, theirs = (
-                policy.token_logprobs.compute(m, tokens, lengths, everywhere) for m in (policy.model, policy.sampler)
+                policy.token_logprobs.compute(m, tokens, lengths, everywhere) for m in (policy.model, policy.generator)
             )
         found["distance"] = max(found["distance"], float((ours - theirs).abs().max()))
     found["weights"] = [whole(p.detach()).cpu().clone().numpy() for p in policy.model.parameters()]
@@ -114,7 +119,7 @@ def gives_up(ranks, folder):
         with pytest.raises(asyncio.CancelledError):
             policy.decode()
         policy.abandon()
-    policy.renew_sampler()
+    policy.renew_generator()
     return [row.tokens.tolist() for row in rows_of(policy.generate(PROMPTS, seed=2))]
 
 
@@ -129,7 +134,7 @@ def conversations(ranks, folder, name="Countdown"):
     said = {"messages": [{"role": "user", "content": "Play."}]}
     prompts = [Prompt(str(i // 2), "", np.array([5]), {**said, "turns": i % 4 - 1}) for i in range(9)]
     try:
-        policy.renew_sampler()
+        policy.renew_generator()
         found = policy.generate(prompts, seed=3)
         rows = rows_of(found)
         known = zip(policy.sampled_logprobs(rows), rows, strict=True)
@@ -209,7 +214,7 @@ def test_ranks_add_the_metrics_of_a_custom_loss_by_name(folder, tmp_path):
 
 
 def test_other_ranks_end_the_responses_that_rank_0_gives_up(folder):
-    """A run that `actor.max_minutes` ends renews the samplers for its validation while they still respond."""
+    """A run that `actor.max_minutes` ends renews the generators for its validation while they still respond."""
     tokens, answered = on_ranks(2, gives_up, folder)
     assert tokens == gives_up(ALONE, folder)
     assert {*answered} == {3}, "rank 1 answered the operation that was given up"
@@ -272,7 +277,7 @@ def after_an_abandoned_rollout(ranks, folder):
     policy, _ = begin(ranks, RunConfig(actor=settings_of(folder, "ppo", generation_batch_size=2)))
     if policy is None:
         return None
-    policy.renew_sampler()
+    policy.renew_generator()
     if isinstance(ranks, Ranks):
         with pytest.raises(asyncio.CancelledError):
             policy.generate([Prompt(str(i), "", np.asarray([20 + i])) for i in range(16)], seed=1, finished=give_up)
@@ -282,6 +287,41 @@ def after_an_abandoned_rollout(ranks, folder):
 
 def test_cancelled_rollout_on_ranks_leaves_no_row_to_the_next(folder):
     assert on_ranks(2, after_an_abandoned_rollout, folder)[0] == after_an_abandoned_rollout(ALONE, folder)
+
+
+def test_other_ranks_error_fails_only_the_operation_in_which_it_occurred():
+    """Rank 0 may have given that operation up by then."""
+    store = HashStore()
+    first, second = (
+        OtherSamplers(SimpleNamespace(rank=rank, size=2, connection=lambda name: PrefixStore(name, store)))
+        for rank in range(2)
+    )
+    rows = [a_sample([5, 6, 7]), a_sample([5, 6])]
+    errors = [RlhfError("no memory"), None, OSError("no file")]
+
+    def fails(*_, **__):
+        raise asyncio.CancelledError
+
+    def zeros(part, **_):
+        return [np.zeros(len(row.tokens), np.float32) for row in part]
+
+    def zeros_or_error(part, **_):
+        error = errors.pop(0)
+        if error is not None:
+            raise error
+        return zeros(part)
+
+    thread = threading.Thread(target=second.follow, args=(None, zeros_or_error))
+    thread.start()
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            first.logprobs(fails, rows, reference=False)
+        assert [len(each) for each in first.logprobs(zeros, rows, reference=False)] == [3, 2]
+        with pytest.raises(RankFailed, match="rank 1: no file"):
+            first.logprobs(zeros, rows, reference=False)
+    finally:
+        first._lane.announce(END)
+        thread.join()
 
 
 def test_all_ranks_fail_if_one_cannot_start_its_environment(folder):

@@ -126,7 +126,7 @@ def _shown_sample(row: Any, advantages: np.ndarray, old: np.ndarray | None, *, t
                 value=None if row.score.values is None else float(row.score.values[t - 1]),
                 advantage=float(advantages[t - 1]),
                 ratio=ratio,
-                version=None if row.versions is None else int(row.versions[t]),
+                version=None if row.policy_steps is None else int(row.policy_steps[t]),
             )
         )
     return ShownSample(

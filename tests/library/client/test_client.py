@@ -280,6 +280,13 @@ async def test_servers_other_than_triton_are_named_in_a_sentence(status, body, m
             await client.describe(REWARD_MODEL)
 
 
+async def test_reply_without_a_requested_output_is_refused():
+    async with FakeTriton() as server, client_of(server) as client:
+        message = f"^reward_model at {server.url} does not answer as Triton does: its reply lacks reward_errors$"
+        with pytest.raises(RequestRefused, match=message):
+            await client.rewards(ROWS, ("rewards", "reward_errors"))
+
+
 @pytest.mark.parametrize("host", ["256.0.0.1", "127.1"])
 async def test_invalid_addresses_are_refused_without_waiting(host):
     async with TritonClient(f"{host}:80", ClientSettings()) as client:
