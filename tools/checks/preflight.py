@@ -14,6 +14,7 @@ from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.run_lock import in_progress
 from rlhf_triton.tools.checks.findings import Check, Finding, Level, failed, warning
+from rlhf_triton.tools.checks.machine import existing_folder
 from rlhf_triton.tools.checks.prompt_form import reward_findings
 from rlhf_triton.tools.checks.prompt_rows import CheckedRun
 from rlhf_triton.tools.checks.special_tokens import token_findings, token_problems
@@ -183,8 +184,7 @@ def server_dir(run: CheckedRun) -> Iterator[Finding]:
     folder = config.server_dir.absolute()
     if folder.is_relative_to(config.run.dir.absolute()):
         return
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    if error := refusal(place):
+    if error := refusal(existing_folder(folder)):
         yield failed("server.dir", f"{folder} cannot be written: {error.strerror}; set it to another folder")
 
 
