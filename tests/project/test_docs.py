@@ -16,7 +16,7 @@ from rlhf_triton.config.rewards import RewardTerm
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.rewards.function import Sample, load_function
-from rlhf_triton.tools.__main__ import module_of
+from rlhf_triton.tools.__main__ import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -118,6 +118,14 @@ def test_documented_commands_and_options_exist(command, tmp_path):
     overrides = [word for word in arguments if OVERRIDE.fullmatch(word)]
     (tmp_path / "my.yaml").write_text("{}")
     load_config(tmp_path / "my.yaml", overrides)
+
+
+def test_exit_codes_belong_to_existing_commands():
+    page = (ROOT / "docs/operating.md").read_text()
+    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
+    words = {span.split()[0] for span in SPAN.findall(table) if not span.startswith("--")}
+    assert words >= {"run", "serve"}
+    assert {word for word in words if not (ROOT / word).is_file()} <= {*COMMANDS, "python"}
 
 
 def script_of(arguments):
