@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import rlhf_triton as rt
 from rlhf_triton.config.keys import keys_of
@@ -219,6 +220,15 @@ def test_readme_index_and_side_menu_have_the_same_map_of_all_pages():
     ]
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
     assert {page for _, links in rows for page in LINK.findall(links)} == pages - {"index.md"}
+
+
+def test_version_is_past_the_last_release_while_the_changelog_has_unreleased_changes():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    release = re.search(r"^## \[(\d\S*)\]", changelog, re.MULTILINE)
+    has_changes = "\n* " in changelog[: release.start()]
+    assert Version(version) > Version(release[1]) if has_changes else version == release[1]
+    assert f"Status: {version}, " in (ROOT / "README.md").read_text()
 
 
 def test_docstrings_refer_to_existing_keys_and_names():
