@@ -19,7 +19,7 @@ import psutil
 
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, last_step, write_settings
 from rlhf_triton.actor.run.stopping import ENDED, STOP_GRACE_S
-from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
+from rlhf_triton.config.command_line import add_accept_changes, add_dry_run, limit_access, reporting, run_parser
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import effect_line
@@ -30,13 +30,14 @@ from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.checks import preflight
+from rlhf_triton.tools.dry_run import print_memory
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
-from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import set_aside_if_large
+from rlhf_triton.tools.server.starting import ensure_first_version, supervised
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
@@ -239,11 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
     add_accept_changes(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
-    )
+    add_dry_run(parser)
     args = parse(parser, argv)
     signals = StopSignals()
     with signals.raising():

@@ -20,6 +20,7 @@ from tiny_checkpoints import change_config, save_tiny
 import rlhf_triton.actor.__main__
 import rlhf_triton.tools.run
 import rlhf_triton.tools.serve
+import rlhf_triton.tools.server.starting
 import rlhf_triton.trainer.__main__
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.scoring.reference import ServedReference
@@ -105,7 +106,7 @@ def test_rendered_models_and_version_0_per_algorithm(algorithm, reward, tmp_path
 
     started = mock.Mock(return_value=mock.Mock(returncode=0))
     monkeypatch.setattr("subprocess.run", started)
-    rlhf_triton.tools.serve.ensure_first_version(config, path, [])
+    rlhf_triton.tools.server.starting.ensure_first_version(config, path, [])
     assert started.called == (algorithm == "ppo")
     said = capsys.readouterr().out
     assert said == ("creating version 0 of the critic's weights\n" if algorithm == "ppo" else "")
@@ -745,7 +746,7 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path
         return server
 
     module = {"serve": rlhf_triton.tools.serve, "run": rlhf_triton.tools.run}[command]
-    monkeypatch.setattr(rlhf_triton.tools.serve, "start_server", start)
-    monkeypatch.setattr("rlhf_triton.tools.serve.ServerHealth", mock.Mock())
+    monkeypatch.setattr(rlhf_triton.tools.server.starting, "start_server", start)
+    monkeypatch.setattr(rlhf_triton.tools.server.starting, "ServerHealth", mock.Mock())
     assert module.main(["--config", str(path)]) == code
     server.stop.assert_called_once_with()
