@@ -31,6 +31,7 @@ from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.checks import preflight
 from rlhf_triton.tools.dry_run import print_memory
+from rlhf_triton.tools.export import newest_saved_policy
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
@@ -88,11 +89,10 @@ class RunProcesses:
         if self.config.serves_critic:
             self.progress.phase("starting the critic sidecar")
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
-            earlier = journal.heartbeat()
             self._sidecar = Child(
                 "critic sidecar", ["rlhf_triton.trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV
             )
-            while journal.heartbeat() == earlier:  # before the sidecar's first heartbeat, training requests are refused
+            while not journal.is_followed():  # until then, training requests are refused
                 self._poll()
         if starts_vllm(self.config):
             self._start_vllm()
@@ -304,11 +304,10 @@ def _print_outcome(run_dir: Path) -> None:
 
 def _print_policy(run_dir: Path) -> None:
     """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
-    newest = last_step(run_dir)
-    if newest > (read_json(run_dir / "policy" / "policy.json") or {}).get("step", 0):
+    if folder := newest_saved_policy(run_dir):
+        print(f"policy: {folder}, which {loading_line(run_dir)} loads")
+    elif newest := last_step(run_dir):
         print(
             f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
             "Face folder"
         )
-    elif line := loading_line(run_dir):
-        print(f"policy: {run_dir / 'policy'}, which {line} loads")
