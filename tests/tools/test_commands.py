@@ -173,6 +173,12 @@ def test_misplaced_setting_or_file_error_shows_the_right_form(words, told, capsy
     assert told in capsys.readouterr().err
 
 
+def test_help_that_mentions_the_configuration_is_no_such_option():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", help="becomes the --config of a run")
+    assert parse(parser, ["x.yaml"]).file == "x.yaml"
+
+
 def test_each_commands_error_exits_with_code_2_and_one_line(tmp_path, monkeypatch, capsys):
     assert set(COMMANDS) - set(ERRORS) == {"doctor"}, "a command has no error here"
     monkeypatch.setattr(signal, "signal", lambda *_: None)

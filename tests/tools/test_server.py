@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from http_server import HttpServer
 from live_system import wait_for as until
 from shebang import SHEBANG
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
@@ -29,7 +30,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools.checks.prompt_rows import check_prompts
 from rlhf_triton.tools.server.child import Child
-from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.health import get_page, is_triton
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.tools.server.server_log import relay_lines, set_aside_if_large
 from rlhf_triton.tools.server.supervisor import Supervisor
@@ -341,3 +342,25 @@ def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path):
     config = vllm_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
     with pytest.raises(RlhfError, match="no such device"):
         VllmServer(config, f"127.0.0.1:{free_port()}")
+
+
+class Answering(HttpServer):
+    """Replies to every request with `content`."""
+
+    content = b""
+
+    def reply(self, path, headers, body):
+        return 200, {}, self.content
+
+
+def test_only_a_program_named_triton_is_triton():
+    with Answering() as server:
+        for content, expected in {
+            b'{"name": "triton", "version": "2.51.0", "extensions": []}': True,
+            b'{"services": [{"name":"triton"}]}': False,
+            b'["name"]': False,
+            b"<title>triton</title>": False,
+        }.items():
+            server.content = content
+            assert is_triton(server.url.removeprefix("http://")) == expected
+    assert not is_triton(f"127.0.0.1:{free_port()}")
