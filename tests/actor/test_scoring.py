@@ -46,7 +46,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.function_reward import FunctionReward
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
-from rlhf_triton.tools.gateway.reward_protocols import RewardInput
+from rlhf_triton.tools.gateway.protocols.rewards import RewardInput
 from rlhf_triton.trainer.accuracy_gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
