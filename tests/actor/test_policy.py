@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import states, train, trainable_policy
+from run_checkpoints import make_tokenizer
 from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
 from tiny_checkpoints import add_tensors, change_config, change_tensors, save_tiny

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from live_system import make_tokenizer
 from policy_training import random_batch, trainable_policy, update_of, weights_of
+from run_checkpoints import make_tokenizer
 from tiny_checkpoints import save_tiny
 
 from rlhf_triton.actor.data.batch import PPOBatch

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_system import TEXTS
 from messages import assistant, user
+from run_checkpoints import TEXTS
 from samples import a_sample, rewarded
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken

@@ -10,6 +10,7 @@ import pytest
 from fake_vllm import FakeVllm
 from loaders import skip_on_gpus
 from vllm_setup import END, PROMPTS, VllmSetup, save_policy
+from waiting import until
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
@@ -53,11 +54,6 @@ def conversing(here):
         yield
     finally:
         here.generation.runner.close()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 # ---- versions of the policy ----

@@ -6,8 +6,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from live_system import make_tokenizer
 from rope_models import LIMIT, MODELS, TOLERANCE, models, save
+from run_checkpoints import make_tokenizer
 from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
 from settings import actor_section

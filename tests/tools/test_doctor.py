@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from live_system import wait_for
 from small_disk import small_disk
 from tiny_checkpoints import change_tensors
+from waiting import wait_for
 
 from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools import doctor

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from live_system import make_checkpoint, make_tokenizer
+from run_checkpoints import make_checkpoint, make_tokenizer
 from settings import nested
 from tiny_checkpoints import save_tiny
 from triton_rules import check_rules

@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import reward_functions
 import yaml
-from live_system import TEXTS, make_checkpoint, make_run, make_tokenizer
+from live_system import make_run
+from run_checkpoints import TEXTS, make_checkpoint, make_tokenizer
 from settings import nested
 from tiny_checkpoints import change_config, save_tiny
 

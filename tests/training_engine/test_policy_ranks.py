@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from live_system import TEXTS, make_tokenizer
 from policy_sessions import CASES, LENGTHS, PROMPTS, batch_of, begin, make, session, settings_of
 from ranks import on_ranks
+from run_checkpoints import TEXTS, make_tokenizer
 from settings import actor_section
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import make_text_tokenizer
