@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from random_models import random_llama
+from tiny_checkpoints import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -51,6 +52,16 @@ def make_tokenizer(texts=TEXTS, vocab_size=200, *, adds_bos=False):
         model_max_length=POSITIONS,
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def save_policy(folder, family="llama", *, chat_template=CHAT_TEMPLATE, **settings):
+    """Save a random language model of `family`, of a few thousand weights, with that tokenizer; return the folder."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat_template
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 2, "eos_token_id": 1}
+    save_tiny(folder, family, "language", **{**sizes, **settings})
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def make_checkpoint(folder, kind, tokenizer, *, seed):
