@@ -20,7 +20,7 @@ EOS = 1
 HELD_OUT = 512
 MAX_NEW_TOKENS = 4
 CHECK_EVERY = 20  # pretraining steps between two measurements of the accuracy
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "actor.rollout_size": 64,
     "actor.update.minibatch_size": 64,
     "actor.generation.batch_size": 64,
@@ -30,7 +30,7 @@ SETTINGS = {
     "actor.kl.coef": 0.0,
     "actor.threads": 1,
 }
-GRPO = {"name": "grpo", "responses_per_prompt": 8, "mask_unfinished": False}
+GRPO: dict[str, Any] = {"name": "grpo", "responses_per_prompt": 8, "mask_unfinished": False}
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "sampled log-probs": {"old_logprobs": "sampler"},
     "clip (TIS)": {"correction": {"mode": "clip", "low": 0.0, "high": 2.0}},
