@@ -38,7 +38,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "binary KL": {"correction": {"mode": "binary_kl", "high": 0.05}},
     "none": {"correction": {"mode": "none"}},
 }
-Rows: TypeAlias = Sequence[Mapping[str, str]]
+Sums: TypeAlias = Sequence[Mapping[str, str]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def summary(samples: Sequence[Measurement]) -> list[dict[str, Any]]:
     ]
 
 
-def sums() -> tuple[Rows, Rows]:
+def sums() -> tuple[Sums, Sums]:
     """Return the training rows and the held-out rows."""
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(100)]
     random.Random(0).shuffle(rows)
@@ -93,7 +93,7 @@ def right_answer(sample: rt.Sample) -> float:
 
 
 def validations(
-    out: Path, steps_ahead: int, correction: str, seed: int, steps: int, rows: Rows, held_out: Rows
+    out: Path, steps_ahead: int, correction: str, seed: int, steps: int, rows: Sums, held_out: Sums
 ) -> list[dict[str, Any]]:
     """Train one run, unless its result is there; return its validations, before the first step and after the last."""
     result = out / "results" / f"{steps_ahead} {correction} {seed}.json"
@@ -114,7 +114,7 @@ def validations(
     return found
 
 
-def pretrain(folder: Path, rows: Rows, held_out: Rows, start_accuracy: float, record: Record) -> None:
+def pretrain(folder: Path, rows: Sums, held_out: Sums, start_accuracy: float, record: Record) -> None:
     """Train a policy by cross-entropy until it samples `start_accuracy` of the held-out answers; save it."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -164,7 +164,7 @@ def pretrain(folder: Path, rows: Rows, held_out: Rows, start_accuracy: float, re
     tokenizer.save_pretrained(folder)
 
 
-def sampled_accuracy(model: Any, tokenizer: Any, rows: Rows) -> float:
+def sampled_accuracy(model: Any, tokenizer: Any, rows: Sums) -> float:
     """Return the share of rows whose sampled response is the answer."""
     import torch
 
