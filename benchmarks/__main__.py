@@ -13,6 +13,7 @@ BENCHMARKS = {
     "scoring": "speed of scoring, compared with PyTriton and vLLM",
     "reload": "what reloads cost clients, and the time until a version is served",
     "trl": "GRPO and PPO training steps, compared with TRL",
+    "staleness": "what a tiny policy learns from responses of older policies, with each correction",
     "gpu": "whether everything works on this machine's GPU, and how fast it is there",
 }
 """Modules of this package, each with `add_options` and `measure`."""

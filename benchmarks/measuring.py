@@ -23,9 +23,9 @@ import psutil
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import write_json
-from rlhf_triton.tools.serve import start_server
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.starting import start_server
 from rlhf_triton.tools.server.tritonserver import TritonServer
 
 Measurement = dict[str, Any]

@@ -10,10 +10,11 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) ->
     words = sys.argv[1:] if argv is None else argv
     files = [word for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
     is_complete = any(word.split("=")[0] in ("--config", "-h", "--help") for word in words)
-    if "--config" in parser.format_help() and not is_complete:
+    config = next((action for action in parser._actions if "--config" in action.option_strings), None)
+    if config is not None and not is_complete:
         if files:
             parser.error(f"give the configuration as --config {files[0]}")
-        if "[--config" not in parser.format_usage():  # it is required
+        if config.required:
             parser.error("give a YAML file as --config FILE; it names the models' folders, such as reward.model")
     arguments, rest = parser.parse_known_args(argv)  # `parse_intermixed_args` does not support commands of commands
     if rest and ("overrides" not in arguments or any(word.startswith("-") for word in rest)):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.actor.run.settings import actor_checkpoints, last_step
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
-from rlhf_triton.store.durable import numbers_in, write_folder
+from rlhf_triton.store.durable import numbers_in, read_json, write_folder
 from rlhf_triton.tools.arguments import parse
 
 if TYPE_CHECKING:
@@ -31,6 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupt_on_signals()
     print(export_policy(arguments.run, arguments.step, arguments.out, as_adapter=arguments.peft))
     return 0
+
+
+def newest_saved_policy(run_dir: Path) -> Path | None:
+    """Return the folder `policy` of a run if it has the run's newest policy, which otherwise only a checkpoint has."""
+    folder = run_dir / "policy"
+    saved = (read_json(folder / "policy.json") or {}).get("step", 0)
+    return folder if folder.is_dir() and saved >= last_step(run_dir) else None
 
 
 def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapter: bool) -> str:

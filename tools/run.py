@@ -19,7 +19,7 @@ import psutil
 
 from rlhf_triton.actor.run.settings import describe_changes, find_changes, last_step, write_settings
 from rlhf_triton.actor.run.stopping import ENDED, STOP_GRACE_S
-from rlhf_triton.config.command_line import add_accept_changes, limit_access, reporting, run_parser
+from rlhf_triton.config.command_line import add_accept_changes, add_dry_run, limit_access, reporting, run_parser
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import effect_line
@@ -30,13 +30,15 @@ from rlhf_triton.store.journal import Journal
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.checks import preflight
+from rlhf_triton.tools.dry_run import print_memory
+from rlhf_triton.tools.export import newest_saved_policy
 from rlhf_triton.tools.report.data import loading_line
 from rlhf_triton.tools.report.progress import RunProgress
-from rlhf_triton.tools.serve import ensure_first_version, print_memory, supervised
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import set_aside_if_large
+from rlhf_triton.tools.server.starting import ensure_first_version, supervised
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
@@ -87,11 +89,10 @@ class RunProcesses:
         if self.config.serves_critic:
             self.progress.phase("starting the critic sidecar")
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
-            earlier = journal.heartbeat()
             self._sidecar = Child(
                 "critic sidecar", ["rlhf_triton.trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV
             )
-            while journal.heartbeat() == earlier:  # before the sidecar's first heartbeat, training requests are refused
+            while not journal.is_followed():  # until then, training requests are refused
                 self._poll()
         if starts_vllm(self.config):
             self._start_vllm()
@@ -239,11 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
     add_accept_changes(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
-    )
+    add_dry_run(parser)
     args = parse(parser, argv)
     signals = StopSignals()
     with signals.raising():
@@ -307,11 +304,10 @@ def _print_outcome(run_dir: Path) -> None:
 
 def _print_policy(run_dir: Path) -> None:
     """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
-    newest = last_step(run_dir)
-    if newest > (read_json(run_dir / "policy" / "policy.json") or {}).get("step", 0):
+    if folder := newest_saved_policy(run_dir):
+        print(f"policy: {folder}, which {loading_line(run_dir)} loads")
+    elif newest := last_step(run_dir):
         print(
             f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
             "Face folder"
         )
-    elif line := loading_line(run_dir):
-        print(f"policy: {run_dir / 'policy'}, which {line} loads")

@@ -43,6 +43,15 @@ def add_accept_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add `--dry-run` to `parser`."""
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what the models hold on each device, start nothing; exit 1 if the free memory is less",
+    )
+
+
 def log_to_stderr(process: str, run: RunSection, *, gpus: str = "") -> None:
     """Log INFO and above to stderr, one line each, as text or JSON; `rlhf-triton run` parses both.
 

@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from live_system import TEXTS, make_run, validations_of
+from live_system import make_run, validations_of
+from run_checkpoints import TEXTS
 from safetensors.torch import load_file
 from samples import groups_of, make_batch, rewarded
 from settings import actor_section

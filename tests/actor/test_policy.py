@@ -1,15 +1,16 @@
 """Tests of `actor.policy`: adapters, checkpoints that resume bit-identically or are refused, and bfloat16 policies."""
 
 import contextlib
+import functools
 import json
 import re
 
 import numpy as np
 import pytest
 import torch
-from live_system import make_tokenizer
 from peft import PeftModel
 from policy_training import states, train, trainable_policy
+from run_checkpoints import make_tokenizer, save_policy
 from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
 from tiny_checkpoints import add_tensors, change_config, change_tensors, save_tiny
@@ -37,21 +38,12 @@ from rlhf_triton.tools.export import main as export
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 7))]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}
 quiet_transformers()
-
-
-def save_policy(folder, family="llama", **settings):
-    """A tiny causal LM whose tokenizer has two chat templates."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = dict(TEMPLATES)
-    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 64}
-    save_tiny(folder, family, "language", **{**sizes, **settings})
-    tokenizer.save_pretrained(folder)
-    return folder
+save_start = functools.partial(save_policy, chat_template=TEMPLATES, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return save_policy(tmp_path_factory.mktemp("start") / "llama")
+    return save_start(tmp_path_factory.mktemp("start") / "llama")
 
 
 def make_policy(folder, *, seed=0, **settings):
@@ -166,8 +158,8 @@ def test_folder_that_is_not_a_language_model_is_refused_with_its_path(tmp_path, 
 
 def test_policy_that_is_not_causal_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"is not causal.*set is_decoder: true"):
-        make_policy(save_policy(tmp_path / "mask", "bert"))
-    make_policy(save_policy(tmp_path / "decoder", "bert", is_decoder=True))
+        make_policy(save_start(tmp_path / "mask", "bert"))
+    make_policy(save_start(tmp_path / "decoder", "bert", is_decoder=True))
 
 
 POLICIES = {
@@ -259,7 +251,7 @@ def test_lora_target_that_matches_no_linear_layer_is_refused(llama, target, hint
 
 
 def test_config_value_that_transformers_refuses_is_reported_by_key(tmp_path):
-    change_config(save_policy(tmp_path), text_config={"a": 1})
+    change_config(save_start(tmp_path), text_config={"a": 1})
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     for load in (lambda: load_model(PolicySection(model=tmp_path)), lambda: end_of_sequence(tmp_path)):
         with pytest.raises(CheckpointError, match=r"config\.json: text_config is .*; correct or remove it"):
@@ -322,7 +314,7 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(llama, tmp_path
 
 def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_path):
     """Such as a temperature without sampling, which transformers saves only in a GenerationConfig as it was loaded."""
-    start = save_policy(tmp_path / "start")
+    start = save_start(tmp_path / "start")
     published = {"eos_token_id": [1, 5, 999], "do_sample": False, "temperature": 0.6}
     (start / "generation_config.json").write_text(json.dumps(published))
     make_policy(start).save(tmp_path / "policy")
@@ -353,7 +345,7 @@ def loaded(folder, monkeypatch, *, add_table=False, **settings):
 def test_bfloat16_checkpoint_is_loaded_in_float32_only_if_it_is_trained(tmp_path, monkeypatch):
     """The base under adapters has the weights of one that was loaded in float32, and none was float32 in between. A
     family that computes a table in the dtype of its weights would lose digits."""
-    folder = save_policy(tmp_path)
+    folder = save_start(tmp_path)
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     narrow = torch.bfloat16
     wide = torch.float32

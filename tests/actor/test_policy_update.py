@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from live_system import make_tokenizer
 from policy_training import random_batch, trainable_policy, update_of, weights_of
-from tiny_checkpoints import save_tiny
+from run_checkpoints import save_policy
 
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS
@@ -187,12 +186,8 @@ def test_nll_term_raises_the_likelihood_of_positive_responses(checkpoint):
 @pytest.fixture(scope="module")
 def dropping(tmp_path_factory):
     """OPT's layers drop out by their own training flag, which says too whether a layer computes again."""
-    folder = tmp_path_factory.mktemp("policy")
-    tokenizer = make_tokenizer()
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": 2}
-    save_tiny(folder, "opt", "language", **sizes, dropout=0.5, layerdrop=0.5, bos_token_id=0, eos_token_id=1)
-    tokenizer.save_pretrained(folder)
-    return folder
+    sizes = {"max_position_embeddings": 64, "bos_token_id": 0}
+    return save_policy(tmp_path_factory.mktemp("policy"), "opt", **sizes, dropout=0.5, layerdrop=0.5)
 
 
 @pytest.mark.device

@@ -11,13 +11,15 @@ import string
 import types
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_system import TEXTS
+from live_system import make_run
 from messages import assistant, user
+from run_checkpoints import TEXTS, make_checkpoint, make_tokenizer
 from samples import a_sample, rewarded
 from tiny_tokenizers import PLAIN_CHAT, make_text_tokenizer
 from tokenizers import AddedToken
@@ -32,20 +34,24 @@ from rlhf_triton.actor.data.rollout_rows import (
     failure_of,
     row_of_response,
 )
+from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.run.collection import MAX_RESCORES, GroupInFlight
+from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.row_texts import BLOCK, RowText, tokens_covering
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
-from rlhf_triton.client.errors import RequestRefused
+from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, load_tokenizer, rendering_fingerprint
+from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed, RequestRefused
 from rlhf_triton.client.reward_source import chat_row, text_row
 from rlhf_triton.client.served import ServedModel
+from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.python_backend.serving.function_reward import FunctionReward
 from rlhf_triton.python_backend.serving.requests import RowReader
 from rlhf_triton.python_backend.serving.templates import RowTemplate
-from rlhf_triton.tools.gateway.reward_protocols import RewardInput
+from rlhf_triton.tools import render_configs
+from rlhf_triton.tools.gateway.protocols.rewards import RewardInput
 from rlhf_triton.trainer.accuracy_gate import read_pairs
 from rlhf_triton.wire.contract import (
     REWARDS,
@@ -704,3 +710,51 @@ def test_tools_and_template_kwargs_of_a_row_reach_policy_and_reward_model(tmp_pa
     assert scored_ids(Reader(tmp_path, theirs), answered(prompt, "finished")) == encode_text(theirs, whole)
     with pytest.raises(PromptError, match="row 1: tools: not available with an environment, which defines the tools"):
         PromptReader(tokenizer=theirs, max_tokens=200, has_environment=True).prompt(PromptRow(1, "row 1", columns))
+
+
+def test_ppo_on_a_server_without_a_critic_is_refused(checkpoints):
+    async def describe(model):
+        if model == "critic":
+            raise RequestFailed("critic refused", "Request for unknown model: 'critic' is not found")
+        return ServedModel.of({"tokenizer_fingerprint": "known"})
+
+    client = types.SimpleNamespace(describe=describe)
+    ppo, other = (
+        Scorer(client, load_tokenizer(checkpoints.policy), with_critic=with_critic) for with_critic in (True, False)
+    )
+    asyncio.run(other.compare_tokenizers())
+    with pytest.raises(RlhfError, match=r"the server has no critic, which actor\.algorithm\.name needs"):
+        asyncio.run(ppo.compare_tokenizers())
+
+
+def test_reference_on_a_server_with_other_settings_is_refused(tmp_path, checkpoints):
+    """Banned tokens may differ under the same vocabulary and weights if a token has another role."""
+    run = make_run(tmp_path / "run", checkpoints, actor={"kl_reference": "triton"})
+    rendered = render_configs.parse_pbtxt("reference", render_configs.render_configs(run.config)["reference"])
+    served = ServedModel.of({name: value.string_value for name, value in rendered.parameters.items()})
+    client = types.SimpleNamespace(describe=mock.AsyncMock(return_value=served))
+
+    def compare(*overrides):
+        config = load_config(run.path, overrides)
+        policy = Policy(config.actor)
+        assert policy.reference is None, "the actor holds a reference although it is served"
+        asyncio.run(ServedReference(client, policy, config.reference.model).compare())
+
+    other_roles = make_tokenizer()
+    other_roles.bos_token = "</s>"
+    roles = make_checkpoint(tmp_path / "roles", "policy", other_roles, seed=3)
+    weights = make_checkpoint(tmp_path / "weights", "policy", make_tokenizer(), seed=33)
+    compare()
+    compare(f"reference.model={tmp_path / 'on the server only'}")  # cannot be seen from here
+    for override, message in {
+        "generation.temperature=0.7": r"rendered with temperature 1\.0, the actor has 0\.7",
+        "policy.precision=bfloat16": r"computes in float32, the actor in bfloat16.*set reference\.dtype and",
+        f"policy.model={checkpoints.other_policy}": r"the reference's tokenizer differs from the policy's \(",
+        f"policy.model={roles}": r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]",
+        f"policy.model={weights}": r"whose weights, config\.json or tokenizer differ from reference\.model \(",
+    }.items():
+        with pytest.raises(RlhfError, match=message):
+            compare(f"actor.{override}")
+    client.describe.side_effect = RequestFailed("refused", UNKNOWN_MODEL)
+    with pytest.raises(RlhfError, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
+        compare()

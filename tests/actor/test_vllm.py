@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from fake_vllm import FakeVllm
 from loaders import skip_on_gpus
-from vllm_setup import END, PROMPTS, VllmSetup, save_policy
+from vllm_setup import END, PROMPTS, VllmSetup, save_word_policy
+from waiting import until
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn
@@ -29,7 +30,7 @@ VLLM = {"engine": "vllm", "vllm": {"servers": ["127.0.0.1:1"]}}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_policy(tmp_path_factory.mktemp("policy"))
+    return save_word_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
@@ -53,11 +54,6 @@ def conversing(here):
         yield
     finally:
         here.generation.runner.close()
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 # ---- versions of the policy ----

@@ -67,6 +67,21 @@ def test_bench_trl_measures_grpo_and_ppo_and_reports_a_missing_environment(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_bench_staleness_trains_each_run_once(tmp_path):
+    few = ["--steps-ahead", "1", "--corrections", "none", "--seeds", "0", "--steps", "1", "--start-accuracy", "0"]
+    result, report = bench(tmp_path, "staleness", *few)
+    assert [(row["steps ahead"], row["correction"]) for row in result["rows"]] == [(0, ""), (1, "none")]
+    assert all(0 <= row["seed 0"] == row["mean"] <= 1 for row in result["rows"])
+    assert "| steps ahead | correction | seed 0 | mean |" in report
+    runs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/summary.json")}
+    assert len(runs) == 2
+    again, _ = bench(tmp_path, "staleness", *few)
+    assert again["samples"] == result["samples"]
+    assert {path: path.stat().st_mtime_ns for path in runs} == runs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_bench_gpu_runs_on_a_cpu_and_fails_on_a_timeout(tmp_path):
     result, report = bench(tmp_path, "gpu", "--device", "cpu", "--parts", "environment", "scoring")
     assert [sample["state"] for sample in result["samples"]] == ["passed"] * 2

@@ -15,7 +15,7 @@ import torch
 from crash_kills import VICTIMS, Killer, plan_kills, stop_accepting
 from crash_system import DisturbedSystem, make_crash_run
 from crash_traffic import Traffic, probes
-from live_system import direct_rewards, direct_values
+from expected_outputs import direct_rewards, direct_values
 from safetensors.torch import load_file
 
 from rlhf_triton.models.batching import padded_rows

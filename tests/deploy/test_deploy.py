@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from live_system import ENVIRONMENT, make_run, start_server, stop_process, wait_for
+from live_system import ENVIRONMENT, make_run, start_server, stop_process
 from manifests import DEPLOY, OVERLAYS, containers, manifests, pods
+from waiting import wait_for
 
 from rlhf_triton.actor.run.stopping import STOP_GRACE_S
 from rlhf_triton.config.loading import load_config

@@ -22,6 +22,6 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """A policy."""
-    from live_system import make_checkpoint, make_tokenizer  # imports what a real GPU's tests need not have
+    from run_checkpoints import make_checkpoint, make_tokenizer  # imports what a real GPU's tests need not have
 
     return make_checkpoint(tmp_path_factory.mktemp("policy") / "policy", "policy", make_tokenizer(), seed=3)

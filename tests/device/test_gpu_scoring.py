@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import simcuda
 import torch
-from live_system import make_run, random_rows, scoring_inputs
+from live_system import make_run
+from model_inputs import random_rows, scoring_inputs
 from ranks import serving_ranks
 from served_model import served_model
 from simulated_cuda.streams import Stream, current_stream

@@ -10,7 +10,6 @@ import pytest
 import simcuda
 import torch
 import triton_python_backend_utils as stub
-from live_system import make_tokenizer
 from policy_training import (
     random_batch,
     samples_of,
@@ -19,6 +18,7 @@ from policy_training import (
     weights_of,
 )
 from recorded_run import RecordedRun
+from run_checkpoints import make_tokenizer
 from served_model import served_model
 from simulated_cuda.device import TOTAL_MEMORY, memory_limit
 from tiny_checkpoints import save_tiny

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from critic_training import small_payload
-from live_system import make_tokenizer
 from policy_sessions import CASES as POLICY_CASES
 from policy_sessions import session
 from policy_training import (
@@ -15,6 +14,7 @@ from policy_training import (
     weights_of,
 )
 from ranks import on_ranks, whole_tensors
+from run_checkpoints import make_tokenizer
 from safetensors.torch import load_file
 from settings import trainer_section
 from simulated_cuda.threads import recorded_launches

@@ -23,15 +23,9 @@ from bad_requests import DEFECTS, HANG_S, HUNG, bad_requests, call, grpc_sender,
 from fake_vllm import FakeVllm
 from gateway_attacks import ATTACKS, GATEWAY_KEY, HEADERS, LEFT_OPEN
 from hypothesis import strategies as st
-from live_system import (
-    LiveRun,
-    make_run,
-    random_rows,
-    scoring_inputs,
-    start_server,
-    stop_process,
-    wait_for,
-)
+from live_system import LiveRun, make_run, start_server, stop_process
+from model_inputs import random_rows, scoring_inputs
+from waiting import wait_for
 
 from rlhf_triton.tools.server.ports import free_port, is_open
 from rlhf_triton.wire.contract import CRITIC_INFER

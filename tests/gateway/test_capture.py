@@ -13,8 +13,8 @@ import pytest
 from fake_reward import gateway
 from fake_vllm import FakeVllm
 from scripted_policy import EOS, TEMPLATE, TOKENIZER, ScriptedSampler, ids, scripted_gateway
-from scripted_servers import until
 from tiny_tokenizers import make_text_tokenizer
+from waiting import until
 
 from rlhf_triton.actor.capture import app as capture_app
 from rlhf_triton.actor.capture.http import HttpError

@@ -18,7 +18,7 @@ from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import GatewaySection
 from rlhf_triton.tools.gateway import app, command
 from rlhf_triton.tools.gateway.command import check_key
-from rlhf_triton.tools.gateway.reward_protocols import activated
+from rlhf_triton.tools.gateway.protocols.vllm import activated
 
 NONE = np.empty((0, 1))
 CHAT = [{"role": "user", "content": "Hi"}]

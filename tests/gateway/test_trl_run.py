@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from live_system import ENVIRONMENT, POSITIONS, direct_rewards, make_run, start_system
+from expected_outputs import direct_rewards
+from live_system import ENVIRONMENT, make_run, start_system
+from run_checkpoints import POSITIONS
 from scripted_policy import TOKENIZER, ScriptedSampler, scripted_gateway
 from tiny_checkpoints import save_tiny
 from transformers import AutoTokenizer

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_models import word_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy, save_text_reward
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlhf_triton.checkpoints.inspection import (
     NUM_PIECES,
@@ -307,7 +307,7 @@ def test_special_tokens_combine_tokenizer_embeddings_generation_config_and_templ
 
 def test_ids_missing_from_the_vocabulary_are_banned_and_duplicates_are_not():
     words = {"a": 0, "</s>": 1, "b": 3, "c": 7}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "a")), eos_token="</s>")
+    tokenizer = word_tokenizer(words, unknown="a", special={"eos_token": "</s>"})
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]
     tokenizer.get_vocab = lambda: {"a": 0, "</s>": 1}  # as one in Python whose pieces have equal texts
     assert special_tokens(tokenizer, None, vocab_size=10).banned_ids == [2, 4, 5, 6, 8, 9]

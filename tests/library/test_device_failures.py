@@ -9,12 +9,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from live_system import make_run, random_rows, scoring_inputs, wait_for
+from live_system import make_run
+from model_inputs import random_rows, scoring_inputs
 from out_of_memory import let_memory_be_short
 from served_model import served_model
 from tiny_checkpoints import save_tiny
 from triton_python_backend_utils import Request
 from tritonclient.utils import InferenceServerException
+from waiting import wait_for
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.connection import attempt_failure

@@ -6,8 +6,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from live_system import make_tokenizer
 from rope_models import LIMIT, MODELS, TOLERANCE, models, save
+from run_checkpoints import make_tokenizer, save_policy
 from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
 from settings import actor_section
@@ -40,13 +40,6 @@ FAMILIES = ("llama", "gpt2", "mixtral")
 
 
 quiet_transformers()
-
-
-def save_policy(folder, family="llama"):
-    tokenizer = make_tokenizer()
-    save_tiny(folder, family, "language", vocab_size=len(tokenizer), pad_token_id=2, eos_token_id=1)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def make_policy(folder, **settings):

@@ -17,12 +17,10 @@ import numpy as np
 import pytest
 import torch
 from loaders import load_critic, load_process_reward, load_reward, load_trained
+from random_models import word_tokenizer
 from safetensors.torch import load_file, save_file
 from settings import trainer_section
 from tiny_checkpoints import change_config
-from tokenizers import Tokenizer
-from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -31,7 +29,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as SEQUENCE_CLASSES
 
@@ -1100,12 +1097,9 @@ HEADERS = {  # vocabularies, and the header's ids; None: the tokenizer has no su
 def test_gated_reward_is_refused_if_its_tokenizer_lacks_the_answer_header(tmp_path, name):
     save(tmp_path, SHAPES["ArmoRM"])
     vocabulary, unknown = HEADERS[name]
-    tokenizer = Tokenizer(WordLevel(vocabulary, "[UNK]") if "[UNK]" in vocabulary else BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    special = [each for each in vocabulary if each.startswith("<|")]
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=unknown, extra_special_tokens=special
-    ).save_pretrained(tmp_path)
+    special = {"unk_token": unknown, "extra_special_tokens": [each for each in vocabulary if each.startswith("<|")]}
+    tokenizer = word_tokenizer(vocabulary, unknown="[UNK]" if "[UNK]" in vocabulary else None, special=special)
+    tokenizer.save_pretrained(tmp_path)
     if name == "has it":
         assert load_reward(tmp_path).header == (1, 2, 3, 4)
         return

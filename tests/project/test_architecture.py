@@ -28,6 +28,7 @@ TORCH_WHEN_NEEDED = [
     "rlhf_triton.trainer.__main__",
     "benchmarks.reload",
     "benchmarks.scoring",
+    "benchmarks.staleness",
     "examples.demo.prepare",
 ]
 HEAVY = {"pydantic", "safetensors", "torch", "transformers", "tritonclient", "yaml"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import rlhf_triton as rt
 from rlhf_triton.config.keys import keys_of
@@ -16,7 +17,7 @@ from rlhf_triton.config.rewards import RewardTerm
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import without_effect
 from rlhf_triton.rewards.function import Sample, load_function
-from rlhf_triton.tools.__main__ import module_of
+from rlhf_triton.tools.__main__ import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -120,6 +121,14 @@ def test_documented_commands_and_options_exist(command, tmp_path):
     load_config(tmp_path / "my.yaml", overrides)
 
 
+def test_exit_codes_belong_to_existing_commands():
+    page = (ROOT / "docs/operating.md").read_text()
+    table = page.partition("## Exit codes")[2].partition("\n## ")[0]
+    words = {span.split()[0] for span in SPAN.findall(table) if not span.startswith("--")}
+    assert words >= {"run", "serve"}
+    assert {word for word in words if not (ROOT / word).is_file()} <= {*COMMANDS, "python"}
+
+
 def script_of(arguments):
     """Return the file that a Python command runs; None if it is not ours."""
     if arguments[0] != "-m":
@@ -211,6 +220,15 @@ def test_readme_index_and_side_menu_have_the_same_map_of_all_pages():
     ]
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
     assert {page for _, links in rows for page in LINK.findall(links)} == pages - {"index.md"}
+
+
+def test_version_is_past_the_last_release_while_the_changelog_has_unreleased_changes():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    release = re.search(r"^## \[(\d\S*)\]", changelog, re.MULTILINE)
+    has_changes = "\n* " in changelog[: release.start()]
+    assert Version(version) > Version(release[1]) if has_changes else version == release[1]
+    assert f"Status: {version}, " in (ROOT / "README.md").read_text()
 
 
 def test_docstrings_refer_to_existing_keys_and_names():

@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 import pytest
-from live_system import wait_for as until
 from safetensors.numpy import load_file, save_file
+from waiting import wait_for
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.python_backend.serving.versions.follower import Follower
@@ -89,11 +89,11 @@ def publish(store, value):
 def test_follower_serves_current_and_writes_its_record(store, instance):
     assert (instance.follower.version.number, instance.record.version) == (0, 0)
     version = publish(store, 1.5)
-    until(lambda: instance.record.version == version)
+    wait_for(lambda: instance.record.version == version)
     assert (instance.follower.version.model, instance.record.previous) == (1.5, 0)
     assert instance.loaded == [(0, None), (1, 0.0)], "the new version was not loaded into the served model"
-    until(lambda: instance.counted == [(0, False), (1, False)])
-    until(lambda: instance.freed == [1])
+    wait_for(lambda: instance.counted == [(0, False), (1, False)])
+    wait_for(lambda: instance.freed == [1])
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
@@ -105,7 +105,7 @@ def test_follower_rejects_a_damaged_version_while_running_and_at_its_start(store
     path.unlink()  # it is read-only
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     replace_file(store.root / "CURRENT", b"1\n")
-    until(lambda: instance.record.rejected == version)
+    wait_for(lambda: instance.record.rejected == version)
     assert file in str(instance.record.error)
     assert (instance.follower.version.number, instance.loaded) == (0, [(0, None)])
     with pytest.raises(WeightsError, match=f"weights version 1 cannot be served: version 1: .*{file}"):
@@ -137,16 +137,16 @@ def test_follower_start_fails_on_an_unusable_first_version_and_keeps_dead_record
 def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store, instance):
     version = add(store, 2.0)
     store.announce(version)
-    until(lambda: (1, 0.0) in instance.loaded)
+    wait_for(lambda: (1, 0.0) in instance.loaded)
     time.sleep(0.05)
     assert instance.follower.version.number == 0, "the version is served before CURRENT moves"
     store.set_current(version)
-    until(lambda: instance.record.version == version)
+    wait_for(lambda: instance.record.version == version)
     assert [number for number, _ in instance.loaded] == [0, 1]
     store.announce(2)  # before it is whole
-    until(lambda: 2 in instance.follower._unusable)
+    wait_for(lambda: 2 in instance.follower._unusable)
     version = publish(store, 5.0)
-    until(lambda: instance.record.version == version)
+    wait_for(lambda: instance.record.version == version)
 
 
 def test_follower_expects_the_version_that_current_names_until_it_is_rejected(store, instance):
@@ -162,9 +162,9 @@ def test_follower_expects_the_version_that_current_names_until_it_is_rejected(st
     arriving = [follower.is_arriving(versions) for versions in (VersionRange(1), VersionRange(2), VersionRange(0, 0))]
     assert arriving == [True, False, False]
     go.set()
-    until(lambda: changes == [1])
+    wait_for(lambda: changes == [1])
     bad = publish(store, np.nan)
-    until(lambda: changes == [1, 1])
+    wait_for(lambda: changes == [1, 1])
     assert not follower.is_arriving(VersionRange(bad))
     assert not Instance(store, swaps=False).follower.is_arriving(VersionRange(0)), (
         "a process that does not swap waits for a version"
@@ -174,18 +174,18 @@ def test_follower_expects_the_version_that_current_names_until_it_is_rejected(st
 def test_non_finite_version_is_rejected_once_and_the_old_one_stays_served(store, instance):
     bad = add(store, np.nan)
     store.announce(bad)
-    until(lambda: (bad, 0.0) in instance.loaded)
+    wait_for(lambda: (bad, 0.0) in instance.loaded)
     assert (instance.record.rejected, instance.logged) == (None, [])
     store.set_current(bad)
-    until(lambda: instance.record.rejected == bad)
+    wait_for(lambda: instance.record.rejected == bad)
     assert (instance.record.version, instance.record.error) == (0, "w has values that are not finite")
-    until(lambda: instance.counted[-1] == (bad, True))
+    wait_for(lambda: instance.counted[-1] == (bad, True))
     loads = len(instance.loaded)
     time.sleep(0.03)
     assert len(instance.loaded) == loads, "the rejected version is loaded again"
     store.set_current(0, back=True)
     good = publish(store, 4.0)
-    until(lambda: instance.record.version == good)
+    wait_for(lambda: instance.record.version == good)
     assert instance.record.rejected is None
 
 
@@ -193,12 +193,12 @@ def test_version_truncated_after_its_load_is_rejected(store, instance):
     """The file is mapped: a forward that reads behind its end would kill the process."""
     version = add(store, 2.5)
     store.announce(version)
-    until(lambda: (version, 0.0) in instance.loaded)
+    wait_for(lambda: (version, 0.0) in instance.loaded)
     path = store.folder(version) / WEIGHTS_FILE
     path.chmod(0o644)
     path.write_bytes(path.read_bytes()[:-2])
     store.set_current(version)
-    until(lambda: instance.record.rejected == version)
+    wait_for(lambda: instance.record.rejected == version)
     assert instance.follower.version.number == 0
 
 
@@ -235,26 +235,26 @@ def test_follower_logs_and_retries_on_a_full_disk_or_an_unreadable_current(store
     monkeypatch.setattr(store.records, "put", refuse)
     monkeypatch.setattr("rlhf_triton.python_backend.serving.versions.follower.TROUBLE_PAUSE_S", 0.02)
     version = publish(store, 7.0)
-    until(lambda: instance.follower.version.number == version and len(instance.logged) > 1)
+    wait_for(lambda: instance.follower.version.number == version and len(instance.logged) > 1)
     assert instance.record.version == 0
     full.clear()
-    until(lambda: instance.record.version == version)
+    wait_for(lambda: instance.record.version == version)
     assert "No space left on device" in instance.logged[0]
     (store.root / "CURRENT").write_text("soon")
-    until(lambda: any("not a version number" in line for line in instance.logged))
+    wait_for(lambda: any("not a version number" in line for line in instance.logged))
     (store.root / "CURRENT").write_text("0")
     version = publish(store, 8.0)
-    until(lambda: instance.record.version == version)
+    wait_for(lambda: instance.record.version == version)
 
 
 def test_the_serving_record_reports_the_result_of_staging(instance, store):
     """Several ranks wrote it, and none of them has loaded it whole: the sidecar waits for this."""
     plain = add(store, 1.0)
     store.announce(plain)
-    until(lambda: (plain, 0.0) in instance.loaded)
+    wait_for(lambda: (plain, 0.0) in instance.loaded)
     for value, error in ((2.0, None), (np.nan, "w has values that are not finite")):
         staged = add(store, value, canary=[0.5])
         store.announce(staged)
-        until(lambda staged=staged: instance.record.staged == staged)
+        wait_for(lambda staged=staged: instance.record.staged == staged)
         assert (instance.record.staging_error, instance.record.version) == (error, 0)
     assert instance.record.rejected is None

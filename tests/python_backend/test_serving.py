@@ -22,8 +22,9 @@ import reward_functions
 import triton_python_backend_utils as stub
 from hypothesis import given
 from hypothesis import strategies as st
-from live_system import make_run, random_rows, scoring_inputs, training_inputs
+from live_system import make_run
 from loaders import load_language_model
+from model_inputs import random_rows, scoring_inputs, training_inputs
 from scoring_rig import started
 from served_model import served_model
 from triton_python_backend_utils import Request

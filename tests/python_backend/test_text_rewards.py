@@ -12,8 +12,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from live_system import TEXTS
 from loaders import load_logit_reward, load_process_reward, load_reward
+from run_checkpoints import TEXTS
 from served_model import served_model
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward

@@ -10,8 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from live_system import POSITIONS, make_run, run_actor, start_system, wait_for
+from live_system import make_run, run_actor, start_system
+from run_checkpoints import POSITIONS
 from safetensors.numpy import load_file
+from waiting import wait_for
 
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl

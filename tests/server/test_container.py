@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from live_system import direct_rewards
+from expected_outputs import direct_rewards
 from shebang import SHEBANG
 from tiny_models import tiny_server, write_repository
 

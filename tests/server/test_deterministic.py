@@ -4,8 +4,9 @@ import signal
 
 import psutil
 import pytest
-from live_system import make_run, start_system, stop_process, validations_of, wait_for
+from live_system import make_run, start_system, stop_process, validations_of
 from safetensors.torch import load_file
+from waiting import wait_for
 
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.jsonl import read_jsonl

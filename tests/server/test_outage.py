@@ -8,21 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 from bare_client import ask
-from live_system import (
-    LiveRun,
-    identity,
-    make_run,
-    random_rows,
-    scoring_inputs,
-    start_system,
-    stop_process,
-    training_inputs,
-    wait_for,
-)
+from live_system import LiveRun, make_run, start_system, stop_process
+from model_inputs import identity, random_rows, scoring_inputs, training_inputs
 from settled import statistics
+from waiting import wait_for
 
 from rlhf_triton.actor.run.staleness import needed_update
-from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
+from rlhf_triton.client.control_plane import ControlPlaneError
 from rlhf_triton.client.model_servers import ModelServers
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.store.jsonl import read_jsonl
@@ -146,8 +138,7 @@ def test_model_servers_resolve_a_dns_name_to_all_its_addresses(monkeypatch):
 
 def num_answered(run, model):
     """Return the number of requests that a server has answered, by its own count."""
-    with ControlPlane(run.config.server.grpc_url) as control:
-        return statistics(control, model).success_count
+    return statistics(run.url, model).success_count
 
 
 @pytest.mark.slow

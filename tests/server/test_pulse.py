@@ -4,10 +4,10 @@ import threading
 
 import numpy as np
 import pytest
-from live_system import wait_for
 from tiny_models import stub_of, tiny_server
 from tritonclient.http import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException
+from waiting import wait_for
 
 from rlhf_triton.python_backend.serving import pulse
 from rlhf_triton.python_backend.serving.pulse import HANDED_OVER_S, MAX_WAKE_S, TICK_S, WAKE_S, Pulse

@@ -9,21 +9,12 @@ import pytest
 import torch
 from bare_client import ask
 from critic_load import CriticLoad
-from live_system import (
-    TOLERANCE,
-    assert_answer,
-    direct_rewards,
-    identity,
-    make_run,
-    random_rows,
-    reload_model,
-    scoring_inputs,
-    start_system,
-    training_inputs,
-    wait_for,
-)
+from expected_outputs import TOLERANCE, assert_answer, direct_rewards
+from live_system import make_run, reload_model, start_system
+from model_inputs import identity, random_rows, scoring_inputs, training_inputs
 from safetensors.torch import load_file
 from tiny_checkpoints import add_tensors
+from waiting import wait_for
 
 from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE
 from rlhf_triton.client.control_plane import ControlPlane

@@ -10,19 +10,14 @@ import psutil
 import pytest
 from bad_requests import call
 from bare_client import Refused, ask, ask_all
-from live_system import (
-    POSITIONS,
-    assert_answer,
-    identity,
-    random_rows,
-    reload_model,
-    scoring_inputs,
-    training_inputs,
-    wait_for,
-)
+from expected_outputs import assert_answer
+from live_system import reload_model
+from model_inputs import identity, random_rows, scoring_inputs, training_inputs
 from pytriton.client import FuturesModelClient
+from run_checkpoints import POSITIONS
 from settled import settled_statistics
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+from waiting import wait_for
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.store.control_key import GRPC_HEADER, KEY_HEADER, control_key
@@ -53,14 +48,14 @@ def assert_scores(system, rows, answers):
 
 def test_concurrent_requests_share_batches_and_keep_their_own_scores(live):
     rows = mixed_rows(NUM_CONCURRENT, seed=3)
-    with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
-        before = {model: settled_statistics(control, model) for model in (REWARD_MODEL, CRITIC)}
+    with live.without_probes(REWARD_MODEL):
+        before = {model: settled_statistics(live.run.url, model) for model in (REWARD_MODEL, CRITIC)}
         answers = ask_all(live.run.url, [(CRITIC_INFER, scoring_inputs([row])) for row in rows])
-        assert mean_batch(before[CRITIC], settled_statistics(control, CRITIC)) > 2
+        assert mean_batch(before[CRITIC], settled_statistics(live.run.url, CRITIC)) > 2
         # The reward model, second in the ensemble, gets its requests as the critic finishes them: so ask it alone.
-        between = settled_statistics(control, REWARD_MODEL)
+        between = settled_statistics(live.run.url, REWARD_MODEL)
         alone = ask_all(live.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
-        assert mean_batch(between, settled_statistics(control, REWARD_MODEL)) > 2
+        assert mean_batch(between, settled_statistics(live.run.url, REWARD_MODEL)) > 2
     assert between.inference_count - before[REWARD_MODEL].inference_count == NUM_CONCURRENT
     assert {*answers[0]} == {*NAMES}, "the reply has an optional output"
     assert_scores(live, rows, answers)
@@ -76,11 +71,11 @@ def mean_batch(before, after):
 
 def test_critic_infer_skips_the_reward_model_if_only_values_are_requested(live):
     rows = scoring_inputs(mixed_rows(8, seed=6))
-    with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
-        before = settled_statistics(control, REWARD_MODEL)
+    with live.without_probes(REWARD_MODEL):
+        before = settled_statistics(live.run.url, REWARD_MODEL)
         for outputs in (["values", "weights_version"], ["values"]):
             assert sorted(ask(live.run.url, CRITIC_INFER, rows, outputs)) == outputs
-        assert settled_statistics(control, REWARD_MODEL).inference_count == before.inference_count
+        assert settled_statistics(live.run.url, REWARD_MODEL).inference_count == before.inference_count
         assert sorted(ask(live.run.url, CRITIC_INFER, rows, ["rewards"])) == ["rewards"]
 
 

@@ -12,16 +12,9 @@ import reward_functions
 from bad_requests import Request, array_tensor, grpc_sender, send_http
 from bare_client import ask
 from google.protobuf import json_format
-from live_system import (
-    TEXTS,
-    make_run,
-    make_tokenizer,
-    random_rows,
-    reload_model,
-    run_actor,
-    scoring_inputs,
-    start_system,
-)
+from live_system import make_run, reload_model, run_actor, start_system
+from model_inputs import random_rows, scoring_inputs
+from run_checkpoints import TEXTS, make_tokenizer
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 

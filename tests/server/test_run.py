@@ -11,16 +11,10 @@ import sys
 import numpy as np
 import psutil
 import pytest
-from live_system import (
-    ENVIRONMENT,
-    System,
-    make_run,
-    run_actor,
-    start_system,
-    wait_for,
-)
+from live_system import ENVIRONMENT, System, make_run, run_actor, start_system
 from span_collector import Collector
 from transformers import AutoModelForCausalLM
+from waiting import wait_for
 
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.server.health import is_alive

@@ -7,7 +7,9 @@ import time
 import numpy as np
 import psutil
 import pytest
-from live_system import TEXTS, direct_rewards, direct_values, random_rows
+from expected_outputs import direct_rewards, direct_values
+from model_inputs import random_rows
+from run_checkpoints import TEXTS
 from transformers import AutoModelForCausalLM
 
 import rlhf_triton as rt

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_system import wait_for
 from settled import settled_statistics
 from tiny_models import (
     regions,
@@ -25,6 +24,7 @@ from tiny_models import (
     write_repository,
     write_scoring_model,
 )
+from waiting import wait_for
 
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError, Failure
 from rlhf_triton.config.run_config import RunConfig
@@ -65,9 +65,8 @@ def test_tritonserver_starts_loads_answers_probes_and_stops(tmp_path):
         assert len(server_processes(os.getpid())) == 5
         assert len(regions(os.getpid())) == 4
         assert server.log_path.read_bytes().count(b'"loading: ') == 5
-        with ControlPlane(server.section.grpc_url) as control:
-            for model in ("reward_model", "critic", "critic_infer"):
-                assert settled_statistics(control, model).success_count >= 1
+        for model in ("reward_model", "critic", "critic_infer"):
+            assert settled_statistics(server.section.http_url, model).success_count >= 1
         for port in (server.section.http_port, server.section.grpc_port, server.section.metrics_port):
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 assert connection.getpeername()[0] == "127.0.0.1"

@@ -15,11 +15,11 @@ from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import read_state
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.tools.serve import ensure_first_version, supervised
 from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import is_alive
 from rlhf_triton.tools.server.server_log import tail
 from rlhf_triton.tools.server.shared_memory import SHARED_MEMORY
+from rlhf_triton.tools.server.starting import ensure_first_version, supervised
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.triton_home import ServerStartError
 from rlhf_triton.tools.server.vllm import VllmServer

@@ -12,7 +12,7 @@ from fake_vllm import FakeVllm
 
 TOKEN_S = 0.02
 MEDIAN_TOKENS = 6
-VOCAB_SIZE = 200  # as that of live_system; the first three tokens are special
+VOCAB_SIZE = 200  # as that of run_checkpoints; the first three tokens are special
 EOS = 1
 
 

@@ -5,7 +5,8 @@ import threading
 
 from aiohttp import ClientError
 from bare_client import BareClient, Refused
-from live_system import scoring_inputs, wait_for
+from model_inputs import scoring_inputs
+from waiting import wait_for
 
 from rlhf_triton.wire.contract import CRITIC, WEIGHTS_VERSION
 

@@ -4,9 +4,9 @@ import string
 
 import numpy as np
 import torch
-from live_system import TEXTS
 from messages import user
 from random_models import random_llama
+from run_checkpoints import TEXTS
 from settings import actor_section
 from tiny_tokenizers import make_text_tokenizer
 

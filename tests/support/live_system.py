@@ -1,31 +1,19 @@
-"""Support of the integration tests: tiny random checkpoints, inputs and expected outputs for them, and a run's YAML
-and processes.
-"""
+"""A run's YAML on free ports, and its processes: server, sidecar, actor."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import re
 import signal
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import torch
 import yaml
-from random_models import random_llama
 from settings import nested
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    PreTrainedTokenizerFast,
-)
+from waiting import wait_for
 
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config.actor import ActorSection
@@ -35,176 +23,14 @@ from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.digests import digest_of
 from rlhf_triton.store.control_key import GRPC_HEADER, control_key
 from rlhf_triton.store.journal import Journal
-from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
+from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.render_configs import render_repository
 from rlhf_triton.tools.server.child import Child
 from rlhf_triton.tools.server.ports import PORT_KEYS, with_free_ports
 from rlhf_triton.trainer.publish import initialise_stores
-from rlhf_triton.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
 
-POSITIONS = 128
-TOLERANCE = 1e-5  # for everything that a server computes
-TEXTS = (
-    "Return the number of items in the list.",
-    "The parser reads a line and returns its words.",
-    "A lovely evening by the sea makes everyone happy.",
-    "Errors are terrible when no message explains them.",
-    "Open the file, read it, and close it again.",
-    "Good friends laugh together on a warm day.",
-    "This method raises an exception if the key is missing.",
-    "Bad weather ruined the sad little picnic.",
-)
-OTHER_TEXTS = (
-    "zebra quartz jumped over vexing fjords; nymphs sphinx black waltz",
-    "0123456789 +-*/ () [] {} <> == != and or not if else while for in",
-)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'stranger' %}{{ raise_exception('a stranger cannot speak') }}"
-    "{% endif %}{{ message.role[0] }} {{ message.content }}</s>{% endfor %}"
-)
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-
-
-# ---- checkpoints ----
-
-
-def make_tokenizer(texts=TEXTS, vocab_size=200, *, adds_bos=False):
-    """Return a byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
-    alphabet = sorted({letter for text in texts for letter in text.replace(" ", "Ġ")})
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<pad>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, show_progress=False, initial_alphabet=alphabet
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        model_max_length=POSITIONS,
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def make_checkpoint(folder, kind, tokenizer, *, seed):
-    """Write a random Llama, `kind` reward, critic or policy. Weights that score are large, so that rows differ."""
-    settings = {"initializer_range": 0.02 if kind == "policy" else 0.25}
-    if kind == "reward":
-        settings["reward_standardization"] = {"mean": 0.25, "std": 2.0}
-    model = random_llama(kind, seed=seed, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, **settings)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoints:
-    """Paths of the checkpoints; `other_reward` has a vocabulary of its own, and its tokenizer adds BOS."""
-
-    reward: Path
-    critic: Path
-    policy: Path
-    other_reward: Path
-    other_policy: Path
-    prompts: Path
-
-
-def make_checkpoints(folder):
-    """Write all the checkpoints and prompts that a run needs."""
-    ours = make_tokenizer()
-    theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
-    prompts = folder / "prompts.jsonl"
-    write_jsonl(prompts, ({"text": " ".join(text.split()[:3])} for text in TEXTS))
-    return Checkpoints(
-        make_checkpoint(folder / "reward", "reward", ours, seed=1),
-        make_checkpoint(folder / "critic", "critic", ours, seed=2),
-        make_checkpoint(folder / "policy", "policy", ours, seed=3),
-        make_checkpoint(folder / "other-reward", "reward", theirs, seed=4),
-        make_checkpoint(folder / "other-policy", "policy", theirs, seed=5),
-        prompts,
-    )
-
-
-# ---- expected outputs: transformers' own forward pass ----
-
-
-@functools.cache
-def loaded(kind, folder):
-    return kind.from_pretrained(str(folder), dtype=torch.float32).eval()
-
-
-@functools.cache
-def logits_of(kind, folder, row):
-    """The logits of a row of tokens, without padding."""
-    with torch.no_grad():
-        return loaded(kind, folder)(input_ids=torch.frombuffer(bytearray(row), dtype=torch.int64)[None]).logits[0]
-
-
-def direct_rewards(folder, rows):
-    """Return rewards `[B]` of transformers' own forward pass without padding, standardised as in the checkpoint."""
-    constants = loaded(LlamaForSequenceClassification, folder).config.reward_standardization
-    scores = [float(logits_of(LlamaForSequenceClassification, folder, row.tobytes())) for row in rows]
-    return (np.asarray(scores) - constants["mean"]) / constants["std"]
-
-
-def direct_values(folder, rows):
-    """Return the values `[length_i]` of each row by transformers' own forward pass without padding."""
-    return [logits_of(LlamaForTokenClassification, folder, row.tobytes())[:, 0].numpy() for row in rows]
-
-
-def assert_answer(run, rows, answer):
-    """The answer has values and rewards of one version of each model, which it names; or only some of these."""
-    if VALUES in answer:
-        (version,) = {*answer[WEIGHTS_VERSION].ravel().tolist()}
-        direct = direct_values(run.store.folder(version), rows)
-        for row, ours, expected in zip(rows, answer[VALUES], direct, strict=True):
-            np.testing.assert_allclose(ours[: row.size], expected, atol=TOLERANCE, rtol=0)
-            assert not ours[row.size :].any()
-    if REWARDS in answer:
-        (version,) = {*answer[REWARD_VERSION].ravel().tolist()}
-        expected = direct_rewards(run.reward_store.folder(version), rows)
-        np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=TOLERANCE, rtol=0)
-
-
-def random_rows(lengths, *, seed, vocab_size=100):
-    """Return token rows int64 `[length_i]` without special tokens: transformers' reward models skip padding ids."""
-    generator = np.random.default_rng(seed)
-    return [generator.integers(3, vocab_size, length, dtype=np.int64) for length in lengths]
-
-
-def scoring_inputs(rows, width=None):
-    """Return `tokens` [B, S] and `sequence_lengths` [B, 1]; the padding is a valid token, which must not count."""
-    width = width or max(row.size for row in rows)
-    tokens = np.full((len(rows), width), 7, np.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : row.size] = row
-    return {"tokens": tokens, "sequence_lengths": np.asarray([[row.size] for row in rows], np.int64)}
-
-
-def training_inputs(*, seed, width=12):
-    """Return a padded training payload of four rows: tokens [4, S]; returns, prev_values, mask [4, S-1]."""
-    generator = np.random.default_rng(seed)
-    shape = (4, width - 1)
-    return {
-        "tokens": generator.integers(0, 100, (4, width), dtype=np.int64),
-        "returns": generator.normal(size=shape).astype(np.float32),
-        "prev_values": generator.normal(size=shape).astype(np.float32) * 0.1,
-        "mask": np.ones(shape, np.float32),
-    }
-
-
-def identity(run_id, step):
-    """Return `run_id` and `step` of a training request."""
-    return {"run_id": np.asarray([run_id.encode()], dtype=np.object_), "step": np.asarray([step], np.int64)}
-
-
-# ---- a run and its processes ----
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,19 +242,6 @@ def reload_model(run, model, change):
 def stop_process(child):
     """Stop the process as Ctrl-C does; return its exit code."""
     return child.stop(signal.SIGINT, 120.0)
-
-
-def wait_for(condition, *children, timeout_s=120.0):
-    """Return when `condition` holds; fail when one of the children has ended, or after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        for child in children:
-            if child.poll() is not None:
-                raise AssertionError(child.exit_message())
-        if time.monotonic() > deadline:
-            logs = "\n".join(child.log_path.read_text(errors="replace")[-3000:] for child in children)
-            raise AssertionError(f"waited {timeout_s:g} s in vain:\n{logs}")
-        time.sleep(0.005)
 
 
 def validations_of(folder):

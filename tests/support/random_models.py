@@ -38,8 +38,16 @@ def random_llama(kind, *, seed, **settings):
     return kinds[kind](LlamaConfig(**{**SMALL, **settings}))
 
 
-def word_tokenizer(words, *, unknown):
-    """Return a tokenizer that splits text at spaces; `words[i]` is token i; `<pad>` and `<eos>` must be words."""
-    bare = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
+def word_tokenizer(words, *, unknown, special=None):
+    """Return a tokenizer that splits text at spaces.
+
+    Args:
+        words: token i is `words[i]`; or {word: id}.
+        unknown: the word that stands for others; None: they are dropped.
+        special: {role: word}; default: `<pad>`, `<eos>` and `unknown`.
+    """
+    ids = words if isinstance(words, dict) else {word: i for i, word in enumerate(words)}
+    bare = Tokenizer(models.BPE(ids, []) if unknown is None else models.WordLevel(ids, unk_token=unknown))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="<eos>", unk_token=unknown)
+    special = special or {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": unknown}
+    return PreTrainedTokenizerFast(tokenizer_object=bare, **special)

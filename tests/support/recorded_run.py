@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from live_system import make_tokenizer
 from prompts import one_prompt
+from run_checkpoints import make_tokenizer
 from safetensors.torch import save_file
 from samples import a_sample, groups_of, rewarded
 from settings import nested

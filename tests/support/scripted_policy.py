@@ -5,7 +5,7 @@ import contextlib
 import string
 
 from fake_reward import gateway
-from live_system import TEXTS
+from run_checkpoints import TEXTS
 from tiny_tokenizers import make_text_tokenizer
 
 from rlhf_triton.actor.capture.app import capture_routes, trainer_routes

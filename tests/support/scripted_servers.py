@@ -70,8 +70,3 @@ class Rig(ServerPool[Scripted]):
         for server in self.servers:
             server.connection.refuses = True
             await self.record_failure(server, "m", REFUSED)
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)

@@ -6,13 +6,8 @@ import contextlib
 import hashlib
 
 import pytest
-from live_system import (
-    make_checkpoints,
-    make_run,
-    reload_model,
-    run_actor,
-    start_system,
-)
+from live_system import make_run, reload_model, run_actor, start_system
+from run_checkpoints import make_checkpoints
 from schedule import scope_of
 
 from rlhf_triton.wire.contract import CRITIC_SAVE, CRITIC_TRAIN

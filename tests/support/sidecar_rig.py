@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 import torch
-from live_system import wait_for as until
 from safetensors.torch import load_file
 from settings import nested
 from tiny_checkpoints import VOCAB
+from waiting import wait_for
 
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.sections import TrainerSection
@@ -154,7 +154,7 @@ class Rig:
         return self.journal.accept_training(payload(step if value is None else value), run_id="run", step=step)
 
     def answer(self, entry):
-        until(lambda: self.journal.result(entry) is not None or self.error is not None)
+        wait_for(lambda: self.journal.result(entry) is not None or self.error is not None)
         result = self.journal.result(entry)
         assert result is not None, self.error
         return result

@@ -2,7 +2,7 @@
 
 import re
 
-from live_system import TEXTS
+from run_checkpoints import TEXTS
 from tiny_checkpoints import save_tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast

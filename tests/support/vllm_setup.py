@@ -14,7 +14,7 @@ PROMPTS = [Prompt("", "", np.asarray(tokens)) for tokens in ([3, 4], [5], [6, 7,
 END = [5, 6, 7, 1]
 
 
-def save_policy(folder):
+def save_word_policy(folder):
     """Write a tiny language model with a tokenizer; return the folder."""
     save_tiny(folder, "llama", "language", eos_token_id=1)
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCAB))]

@@ -17,8 +17,11 @@ from unittest import mock
 
 import pytest
 from live_system import make_run
+from run_yaml import write_yaml
 from shebang import SHEBANG
 
+import rlhf_triton.actor.__main__
+import rlhf_triton.trainer.__main__
 from rlhf_triton.actor.run.settings import write_settings
 from rlhf_triton.config.command_line import add_run_arguments
 from rlhf_triton.config.loading import load_config
@@ -34,6 +37,7 @@ from rlhf_triton.tools import serve, status, weights
 from rlhf_triton.tools.__main__ import COMMANDS
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.report.progress import RunProgress
+from rlhf_triton.tools.server import starting
 from rlhf_triton.tools.server.ports import PORT_KEYS
 from rlhf_triton.tools.server.server_log import readable
 
@@ -171,6 +175,12 @@ def test_misplaced_setting_or_file_error_shows_the_right_form(words, told, capsy
     with pytest.raises(SystemExit):
         parse(parser, words.split())
     assert told in capsys.readouterr().err
+
+
+def test_help_that_mentions_the_configuration_is_no_such_option():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", help="becomes the --config of a run")
+    assert parse(parser, ["x.yaml"]).file == "x.yaml"
 
 
 def test_each_commands_error_exits_with_code_2_and_one_line(tmp_path, monkeypatch, capsys):
@@ -385,3 +395,43 @@ def test_status_shows_a_blocked_sidecar_and_each_logs_last_problem(tmp_path, che
     assert lines_of(run.path, capsys)[3].startswith("sidecar   publishing at step 7, heartbeat ")
     problems = [line for line in lines if line.startswith("problem")]
     assert problems == ["problem   actor.log: 10:00:01 ERROR the second", "problem   sidecar.log: ERROR no disk"]
+
+
+@pytest.mark.parametrize(
+    ("command", "roles"),
+    [
+        (tools_run, ("reward", "critic", "reference", "trainer", "actor.policy")),
+        (serve, ("reward", "critic", "reference")),
+        (rlhf_triton.trainer.__main__, ("trainer",)),
+        (rlhf_triton.actor.__main__, ("actor.policy",)),
+    ],
+)
+def test_commands_refuse_a_missing_gpu_before_loading_a_model(
+    command, roles, tmp_path, checkpoints, capsys, monkeypatch
+):
+    """torch and Triton report it in their own words, or with a traceback."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
+    for role in roles:
+        overrides = [f"{role}.device=cuda:98", "actor.kl.reference=triton"]
+        assert command.main(["--config", str(path), *overrides]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"error: {role}.device: cuda:98 needs 99 GPUs; "), error
+        assert error.endswith(", or set it to cpu")
+
+
+@pytest.mark.usefixtures("signals_kept")
+@pytest.mark.parametrize(("command", "code"), [(serve, 0), (tools_run, 130)])
+def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path, checkpoints, monkeypatch):
+    """The server is running, but the caller has not received it yet."""
+    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
+    server = mock.Mock()
+
+    def start(*_, **__):
+        signal.raise_signal(signal.SIGTERM)
+        return server
+
+    monkeypatch.setattr(starting, "start_server", start)
+    monkeypatch.setattr(starting, "ServerHealth", mock.Mock())
+    assert command.main(["--config", str(path)]) == code
+    server.stop.assert_called_once_with()

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from live_system import wait_for
 from small_disk import small_disk
 from tiny_checkpoints import change_tensors
+from waiting import wait_for
 
 from rlhf_triton.config.sections import ServerSection
 from rlhf_triton.tools import doctor
@@ -171,15 +171,43 @@ def test_doctor_reports_each_configuration_problem(config, tmp_path):
         "server.training_key_env=NOT_SET",
     ]
     found = [each for each in doctor.findings(config, settings) if each.level is not Level.OK]
-    device, files, rendering = found
-    assert {each.level for each in found} == {Level.FAILED}
+    device, files, rendering, left_out = found
+    assert {each.level for each in found[:-1]} == {Level.FAILED}
     assert [line.partition(": ")[0] for line in files.text.splitlines()] == ["reward.model", "actor.prompts.path"]
     assert device.text.startswith("critic.device: cuda:98 needs 99 GPUs; ")
     assert device.text.endswith(", or set it to cpu")
     assert rendering.text.startswith("server.training_key_env names NOT_SET")
+    assert (left_out.level, left_out.text) == (
+        Level.WARNING,
+        "not checked: weights, prompts, tokenizers, rewards, environment, adapters; correct the problems above first",
+    )
     unknown = findings(str(config), "actor.algorithm.name=gpro")
     assert [each.name for each in unknown.values() if each.level is Level.FAILED] == ["configuration"]
     assert unknown["disk"].level is Level.OK
+
+
+def test_doctor_goes_on_after_a_refused_prompt(config, tmp_path, checkpoints):
+    (tmp_path / "empty.jsonl").touch()
+    found = findings(
+        config,
+        f"actor.prompts.path={tmp_path / 'empty.jsonl'}",
+        f"critic.model={checkpoints.other_policy}",
+        "actor.policy.lora_rank=2",
+        "actor.policy.lora_targets=[q_porj]",
+        "actor.generation.engine=vllm",
+        "actor.generation.vllm.command=no-such-vllm",
+        "rewards.model={}",
+    )
+    refused = {"prompts", "vllm", "tokenizers", "adapters"}
+    assert {name for name, each in found.items() if each.level is Level.FAILED} == refused
+    assert found["configuration"].text == "not checked: rewards, environment; correct the problems above first"
+
+
+def test_doctor_checks_the_adapters_of_a_critic_that_serves_another_trainer(tmp_path, checkpoints):
+    (tmp_path / "my.yaml").write_text(f"run: {{dir: {tmp_path}/run}}\ncritic: {{model: {checkpoints.critic}}}")
+    found = findings(tmp_path / "my.yaml", "trainer.lora_rank=2", "trainer.lora_targets=[q_porj]")["adapters"]
+    assert found.level is Level.FAILED
+    assert found.text.startswith("trainer.lora_targets: 'q_porj' matches no linear layer of ")
 
 
 DAMAGE = {

@@ -12,14 +12,12 @@ import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from random_models import word_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import add_tensors, change_config, save_tiny, save_with_value_head
 from tiny_tokenizers import VOCAB, make_text_tokenizer
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -41,8 +39,7 @@ def main(arguments):
 
 
 def save_tokenizer(folder, *words):
-    model = WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token=words[0]).save_pretrained(folder)
+    word_tokenizer(words, unknown=words[0], special={"unk_token": words[0]}).save_pretrained(folder)
 
 
 def test_init_models_applies_section_overrides_to_trial_and_yaml(tmp_path, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import pytest
+from live_system import make_run
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
@@ -295,3 +296,27 @@ def test_models_with_too_few_embeddings_for_the_policys_tokens_are_refused(tmp_p
         settings = ["actor.prompts.max_tokens=40", f"actor.policy.model={tmp_path / model}", *changes]
         with contextlib.nullcontext() if told is None else pytest.raises(ConfigError, match=told):
             preflight.check(load_config(config, settings), "run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["critic.model={other_policy}"], "critic.model: the tokenizer of {other_policy} differs"),
+        (
+            ["actor.policy.lora_rank=2", "actor.policy.lora_targets=[v_proj,q_porj]"],
+            "actor.policy.lora_targets: 'q_porj' matches no linear layer of {policy} that supports adapters "
+            "(did you mean q_proj?); choose from down_proj, ",
+        ),
+        (
+            ["trainer.lora_rank=2", "trainer.lora_targets=[score]"],
+            "trainer.lora_targets: 'score' matches no linear layer of {critic} that supports adapters; choose from ",
+        ),
+    ],
+)
+def test_models_that_do_not_fit_the_run_are_refused_in_one_line(settings, problem, tmp_path, checkpoints):
+    run = make_run(tmp_path, checkpoints)
+    names = vars(checkpoints)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(load_config(run.path, [setting.format(**names) for setting in settings]), "run")
+    (line,) = str(caught.value).splitlines()
+    assert problem.format(**names) in line

@@ -6,10 +6,12 @@ import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import yaml
-from live_system import make_checkpoint, make_tokenizer
+from run_checkpoints import make_checkpoint, make_tokenizer
+from run_yaml import FUNCTION, every_combination, write_yaml
 from settings import nested
 from tiny_checkpoints import save_tiny
 from triton_rules import check_rules
@@ -21,10 +23,12 @@ from rlhf_triton.checkpoints.tokenization import fingerprint
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.actor import ActorSection
 from rlhf_triton.config.loading import load_config
+from rlhf_triton.config.required_files import check_critic, check_files
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.tools import render_configs as render
 from rlhf_triton.tools.server.model_loading import compile_ahead, load_order
+from rlhf_triton.tools.server.starting import ensure_first_version
 from rlhf_triton.wire.contract import REFERENCE
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
@@ -458,3 +462,66 @@ def test_rendering_completes_an_interrupted_removal(tmp_path, monkeypatch):
     monkeypatch.undo()
     render.render_repository(after, tmp_path)
     assert not (tmp_path / "reward_function_length").exists()
+
+
+OF_THE_CRITIC = {"critic", "critic_infer", "critic_train", "critic_save"}
+OF_THE_REWARD = {
+    "model": {"reward_model"},
+    "functions": {"reward_model", "reward_mixture", "reward_function_verdict"},
+    "both": {"reward_model", "reward_mixture", "reward_function_verdict", "reward_checkpoint"},
+}
+
+
+def models_of(algorithm, reward):
+    return OF_THE_REWARD[reward] | (OF_THE_CRITIC if algorithm == "ppo" else set())
+
+
+@every_combination
+def test_rendered_models_and_version_0_per_algorithm(algorithm, reward, tmp_path, checkpoints, monkeypatch, capsys):
+    path = write_yaml(tmp_path, algorithm, reward, checkpoints)
+    config = load_config(path, ["server.training_key_env=RLHF_TEST_ABSENT"] if algorithm != "ppo" else [])
+    check_files(config, server=True, actor=True)
+    rendered = render.render_configs(config)
+    assert set(rendered) == models_of(algorithm, reward)
+    reward_model = render.parse_pbtxt("reward_model", rendered["reward_model"])
+    assert parameters(reward_model)["tokenizer_fingerprint"], (
+        "the reward model has no fingerprint to compare with the policy's"
+    )
+
+    started = mock.Mock(return_value=mock.Mock(returncode=0))
+    monkeypatch.setattr("subprocess.run", started)
+    ensure_first_version(config, path, [])
+    assert started.called == (algorithm == "ppo")
+    said = capsys.readouterr().out
+    assert said == ("creating version 0 of the critic's weights\n" if algorithm == "ppo" else "")
+
+
+@pytest.mark.parametrize(
+    ("sections", "served"),
+    [
+        ({"critic"}, OF_THE_CRITIC),
+        ({"reward"}, OF_THE_REWARD["model"]),
+        ({"rewards", "reward"}, OF_THE_REWARD["both"]),
+        ({"critic", "reward"}, OF_THE_CRITIC | {"reward_model"}),
+        ({"critic", "functions"}, OF_THE_CRITIC | OF_THE_REWARD["functions"]),  # for a policy with its tokenizer
+    ],
+)
+def test_yaml_without_an_actor_serves_the_models_it_names(sections, served, tmp_path, checkpoints, monkeypatch):
+    every = {"rewards": {"model": {}, **FUNCTION}, "functions": FUNCTION}
+    every |= {name: {"model": str(getattr(checkpoints, name))} for name in ("reward", "critic")}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "policy").symlink_to(checkpoints.policy)  # the default, so that a run can be planned
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my.yaml"
+    given = {"rewards" if name == "functions" else name: every[name] for name in sections}
+    path.write_text(yaml.safe_dump({"run": {"dir": str(tmp_path / "run")}, **given}))
+    for overrides in ([], ["run.deterministic=true"], ["actor.client.deadline_s=120"]):  # the gateway has that client
+        config = load_config(path, overrides)
+        check_files(config, server=True)
+        rendered = render.render_configs(config)
+        assert set(rendered) == served
+        ensemble = rendered.get("critic_infer", "")
+        assert ('output { name: "rewards"' in ensemble) == ("critic" in sections and len(sections) > 1)
+    if "critic" not in sections:
+        with pytest.raises(ConfigError, match="the YAML has no section `critic`, so there is nothing to train"):
+            check_critic(config)

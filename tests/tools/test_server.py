@@ -18,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from live_system import wait_for as until
+from http_server import HttpServer
 from shebang import SHEBANG
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
-from tiny_serve import serve, wait_for, write_run
+from tiny_serve import serve, write_run
+from waiting import wait_for
 
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.config.run_config import ConfigError, RunConfig
@@ -29,7 +30,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.run_lock import only_server
 from rlhf_triton.tools.checks.prompt_rows import check_prompts
 from rlhf_triton.tools.server.child import Child
-from rlhf_triton.tools.server.health import get_page
+from rlhf_triton.tools.server.health import get_page, is_triton
 from rlhf_triton.tools.server.ports import free_port
 from rlhf_triton.tools.server.server_log import relay_lines, set_aside_if_large
 from rlhf_triton.tools.server.supervisor import Supervisor
@@ -54,7 +55,7 @@ def test_serve_stops_cleanly_on_a_signal(run_dir, number, own):
     overrides = [] if own == "." else [f"server.dir={run_dir / own}", "run.access=group"]
     process = serve(run_dir, *overrides)
     state = run_dir / own / "server.json"
-    wait_for(state, process)
+    wait_for(state.exists, process, timeout_s=300.0)
     assert own == "." or {path.name for path in run_dir.iterdir()} == shared
     grpc_url = json.loads(state.read_text())["grpc"]
     modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (state, state.parent / "logs")}
@@ -112,11 +113,11 @@ def busy(run_dir, *overrides):
     waiting = f"open({str(begun)!r}, 'w')\n        while os.path.exists({str(block)!r}): time.sleep(0.02)"
     write_scoring_model(run_dir / "model_repository", "blocking", on_request=waiting)
     process = serve(run_dir, *overrides)
-    wait_for(run_dir / "server.json", process)
+    wait_for((run_dir / "server.json").exists, process, timeout_s=300.0)
     metrics_url = json.loads((run_dir / "server.json").read_text())["metrics"]
     with ThreadPoolExecutor(2) as pool:
         in_flight = [pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})]
-        wait_for(begun, process)
+        wait_for(begun.exists, process)
         in_flight += [pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})]
         while not re.search(r'pending_request_count\{model="blocking".*\} 1', get_page(metrics_url, "/metrics")):
             time.sleep(0.02)
@@ -172,7 +173,7 @@ def test_serve_can_be_stopped_while_a_model_loads(run_dir):
 def test_killed_serve_leaves_no_server_behind(run_dir):
     write_scoring_model(run_dir / "model_repository", "critic")
     process = serve(run_dir)
-    wait_for(run_dir / "server.json", process)
+    wait_for((run_dir / "server.json").exists, process, timeout_s=300.0)
     process.kill()
     process.communicate()
     while server_processes(process.pid) or regions(process.pid):
@@ -188,7 +189,7 @@ def test_serve_restarts_a_server_that_aborts_at_startup_only_once(run_dir):
     on_load = f"import os; os.path.isdir({str(run_dir / 'aborted')!r}) or exec({abort!r})"
     write_scoring_model(repository, "reward_model", on_load=on_load)
     process = serve(run_dir)
-    wait_for(run_dir / "server.json", process)
+    wait_for((run_dir / "server.json").exists, process, timeout_s=300.0)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
@@ -220,11 +221,11 @@ def test_log_relay_continues_after_a_rotation(tmp_path):
         follower.start()
         try:
             writer.write(b"first line, which is the longest of all\n")
-            until(lambda: len(seen) == 1)
+            wait_for(lambda: len(seen) == 1)
             set_aside_if_large(log, 10)
             time.sleep(0.25)  # two looks of the follower
             writer.write(b"second\n")
-            until(lambda: len(seen) == 2)
+            wait_for(lambda: len(seen) == 2)
         finally:
             ended.set()
             follower.join()
@@ -325,7 +326,7 @@ def test_dead_vllm_server_is_restarted_and_its_processes_end(tmp_path):
         first = psutil.Process(vllm.server.pid)
         engine = first.children()
         first.send_signal(signal.SIGKILL)
-        until(lambda: (vllm.restart_if_down(), vllm.server.pid != first.pid)[1])
+        wait_for(lambda: (vllm.restart_if_down(), vllm.server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
         assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", (
             "the log of a failed start, with its reason, is lost"
@@ -341,3 +342,25 @@ def test_a_vllm_server_that_cannot_start_is_an_error_with_its_log(tmp_path):
     config = vllm_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
     with pytest.raises(RlhfError, match="no such device"):
         VllmServer(config, f"127.0.0.1:{free_port()}")
+
+
+class Answering(HttpServer):
+    """Replies to every request with `content`."""
+
+    content = b""
+
+    def reply(self, path, headers, body):
+        return 200, {}, self.content
+
+
+def test_only_a_program_named_triton_is_triton():
+    with Answering() as server:
+        for content, expected in {
+            b'{"name": "triton", "version": "2.51.0", "extensions": []}': True,
+            b'{"services": [{"name":"triton"}]}': False,
+            b'["name"]': False,
+            b"<title>triton</title>": False,
+        }.items():
+            server.content = content
+            assert is_triton(server.url.removeprefix("http://")) == expected
+    assert not is_triton(f"127.0.0.1:{free_port()}")

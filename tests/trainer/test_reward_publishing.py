@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from live_system import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
+from run_checkpoints import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
 from sidecar_rig import Instance
 from tiny_checkpoints import change_tensors
 from versions import flip

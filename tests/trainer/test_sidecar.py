@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 from scrape import scrape
-from sidecar_rig import PATIENCE_S, overflowing, payload, until
+from sidecar_rig import PATIENCE_S, overflowing, payload
+from waiting import wait_for
 
 import rlhf_triton.trainer.critic_checkpoints
 import rlhf_triton.trainer.progress
@@ -46,11 +47,11 @@ def test_each_step_is_trained_once_and_published_as_one_version(rig, straight):
 def test_answer_waits_until_every_instance_serves_the_version(rig):
     rig.train(1)
     other = rig.serve("critic_1")
-    until(lambda: other.served)
+    wait_for(lambda: other.served)
     rig.train(2)
     other.paused.set()
     entry = rig.send(3)
-    until(lambda: rig.instances[0].served[-1] == 3)
+    wait_for(lambda: rig.instances[0].served[-1] == 3)
     time.sleep(0.05)
     assert rig.journal.result(entry) is None
     other.paused.clear()
@@ -115,7 +116,7 @@ def test_stop_while_waiting_for_an_instance_loses_no_step(make, straight, monkey
     instance = rig.instances[0]
     instance.paused.set()
     entry = rig.send(2)
-    until(lambda: rig.store.current() == 2)
+    wait_for(lambda: rig.store.current() == 2)
     error = rig.stop()
     assert "waiting until version 2 is served" in str(error)
     instance.paused.clear()
@@ -179,7 +180,7 @@ def test_heartbeat_continues_while_an_idle_sidecar_reloads_the_critic(rig, monke
     with monkeypatch.context() as patch:
         seen = watch(rig, patch, Publisher, "_reload_all")
         patch.setattr(type(rig.store.records), "died", lambda self: [record])
-        until(lambda: bool(seen), timeout_s=PATIENCE_S + 5.0)
+        wait_for(lambda: bool(seen), timeout_s=PATIENCE_S + 5.0)
     assert all(seen)
 
 
@@ -188,7 +189,7 @@ def test_heartbeat_reports_that_no_server_loads_a_version(make, monkeypatch):
     monkeypatch.setattr(rlhf_triton.trainer.publish, "SERVE_TIMEOUT_S", 0.1)
     rig = make().start()
     entry = rig.send(1)
-    until(lambda: "critic: the server on 127.0.0.1:1 cannot be reached" in str(rig.journal.heartbeat()))
+    wait_for(lambda: "critic: the server on 127.0.0.1:1 cannot be reached" in str(rig.journal.heartbeat()))
     assert rig.journal.result(entry) is None
     assert rig.journal.heartbeat().state == "waiting until version 1 is served"
     rig.serve()

@@ -28,9 +28,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from safetensors import SafetensorError
-from sidecar_rig import PATIENCE_S, Killed, Rig, overflowing, until
+from sidecar_rig import PATIENCE_S, Killed, Rig, overflowing
 from small_disk import small_disk
 from versions import flip, reseal
+from waiting import wait_for
 
 import rlhf_triton.trainer.disk_retry
 from rlhf_triton.checkpoints.inspection import CheckpointError
@@ -129,7 +130,9 @@ class Disturbed(RuleBasedStateMachine):
         """Stop the sidecar, which may be killed again while it writes its last checkpoint."""
         answered_at = time.time()
         if not self.killed:  # else a stop could cut a replay short, and then the last step has no checkpoint
-            until(lambda: (beat := self.rig.journal.heartbeat()) and beat.state == "idle" and beat.time > answered_at)
+            wait_for(
+                lambda: (beat := self.rig.journal.heartbeat()) and beat.state == "idle" and beat.time > answered_at
+            )
         while self.rig.stop() is not None:
             assert isinstance(self.rig.error, Killed)
             self.rig.start()
@@ -137,14 +140,14 @@ class Disturbed(RuleBasedStateMachine):
     @initialize()
     def every_write_fails(self):
         self.rig.begin()
-        until(lambda: self.rig.store.current() == 0)
+        wait_for(lambda: self.rig.store.current() == 0)
         for armed in self.armed.values():
             armed += ["before", "after"]
         self.train(2)
         self.save(late=False, keep=True)
         self.train(1)
         self.rewind(chosen=0)
-        until(lambda: not any(self.armed.values()))
+        wait_for(lambda: not any(self.armed.values()))
 
     @rule(write=st.sampled_from(WRITES), when=st.sampled_from(["before", "after"]))
     def arm(self, write, when):
@@ -369,7 +372,7 @@ def test_lost_results_are_restored_from_the_checkpoint(rig, straight, running):
     assert message in str(results[-1].error)
     rig.stop()
     rig.start()
-    until(lambda: rig.journal.last_step() == 2)
+    wait_for(lambda: rig.journal.last_step() == 2)
     assert rig.train(3)[0].error is None  # and not: "send step 1 first"
     assert torch.equal(rig.weights(), straight.weights(3))
 
@@ -573,7 +576,7 @@ def test_no_earlier_step_is_restored_from_a_damaged_version_0(make, kind):
         if kind == "rewind"
         else rig.journal.accept_save(run_id="run", step=1)
     )
-    until(lambda: rig.error is not None or rig.journal.result(entry) is not None)
+    wait_for(lambda: rig.error is not None or rig.journal.result(entry) is not None)
     assert isinstance(rig.error, WeightsError), rig.journal.result(entry)
     assert "version 0: model.safetensors has digest" in str(rig.error)
     assert rig.journal.result(entry) is None
@@ -601,7 +604,7 @@ def test_sidecar_waits_for_a_full_weights_disk(make, straight, caplog):
             rig.begin().train(1)
             disk.fill()
             entries = [rig.send(2), rig.send(3), rig.journal.accept_save(run_id="run")]
-            until(lambda: rig.journal.heartbeat().trouble)
+            wait_for(lambda: rig.journal.heartbeat().trouble)
             heartbeat = rig.journal.heartbeat()
             assert (heartbeat.step, heartbeat.state) == (2, "publishing step 2")
             assert "No space left on device" in str(heartbeat.trouble)
@@ -609,7 +612,7 @@ def test_sidecar_waits_for_a_full_weights_disk(make, straight, caplog):
             disk.empty()
             results = [rig.answer(entry) for entry in entries]
             assert [(result.weights_version, result.error) for result in results] == [(2, None), (3, None), (3, None)]
-            until(lambda: rig.journal.heartbeat().trouble is None)
+            wait_for(lambda: rig.journal.heartbeat().trouble is None)
             assert torch.equal(rig.weights(), straight.weights(3))
             assert rig.store.versions() == [0, 1, 2, 3]
             assert list(disk.folder.glob(".*")) == []  # no half-written version
@@ -626,7 +629,7 @@ def test_full_disk_delays_the_sidecars_start_and_a_stop_ends_the_wait(disk, chec
         time.sleep(0.1)
         assert rig.thread.is_alive()
         disk.empty()
-        until(lambda: rig.store.current() == 0)
+        wait_for(lambda: rig.store.current() == 0)
         rig.serve()
         rig.train(1)
         disk.fill()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_system import make_tokenizer
 from policy_sessions import make
 from ranks import on_ranks
+from run_checkpoints import make_tokenizer
 from settings import actor_section
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from live_system import TEXTS, make_tokenizer
 from policy_sessions import CASES, LENGTHS, PROMPTS, batch_of, begin, make, session, settings_of
 from ranks import on_ranks
+from run_checkpoints import TEXTS, make_tokenizer
 from samples import a_sample
 from settings import actor_section
 from tiny_checkpoints import save_tiny

@@ -15,17 +15,18 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from rlhf_triton.actor.run.settings import last_step
 from rlhf_triton.config.algorithms import ALGORITHMS
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.yaml_file import read_yaml
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.process import RUN_MODULE, how_ended
-from rlhf_triton.store.durable import numbers_in, read_json
 from rlhf_triton.store.jsonl import NewLines, each_line
 from rlhf_triton.store.run_lock import in_progress, only_run, only_start, run_process
 from rlhf_triton.tools.api.live_line import LiveLine
 from rlhf_triton.tools.api.sections import PROMPT_FORMS, Sections, new_folder
+from rlhf_triton.tools.export import newest_saved_policy
 from rlhf_triton.tools.server.child import start_bound
 from rlhf_triton.tools.server.server_log import error_in
 
@@ -201,10 +202,9 @@ class Run:
         Raises RlhfError if there is none yet.
         """
         folder = self._folder()
-        step = max(numbers_in(folder / "checkpoints" / "actor"), default=0)
-        saved = (read_json(folder / "policy" / "policy.json") or {}).get("step", 0)
-        if (folder / "policy").is_dir() and saved >= step:
-            return folder / "policy"
+        if saved := newest_saved_policy(folder):
+            return saved
+        step = last_step(folder)
         if not step:
             raise RlhfError(f"{folder} has no policy yet: the first checkpoint is written after actor.checkpoint_every")
         exported = folder / "export" / f"step-{step}"

@@ -51,7 +51,7 @@ class Check:
     """Takes the `CheckedRun`; an RlhfError is a failure, too."""
     needs: str = ""
     """Name of a check: unless that one was made and passed, this one is not made."""
-    of_actor: bool = False
+    needs_actor: bool = False
     """Whether the configuration must have a section `actor`."""
 
 

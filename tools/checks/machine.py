@@ -144,13 +144,19 @@ def open_files() -> Iterator[Finding]:
         yield Finding("open files", f"at most {soft if soft != resource.RLIM_INFINITY else 'any number'} per process")
 
 
+def existing_folder(folder: Path) -> Path:
+    """Return the folder, or its nearest parent that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def disk(folder: Path, needed: int) -> Iterator[Finding]:
     """Check that files can be written in `folder` or where it will be made, and that the clocks agree.
 
     Args:
         needed: bytes of the checkpoints that a run keeps there, at least.
     """
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    place = existing_folder(folder)
     free = shutil.disk_usage(place).free
     text = f"{free / GIB:,.1f} GiB free for {folder}"
     if free < max(needed, MIN_DISK):

@@ -14,6 +14,7 @@ from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.store.durable import refusal
 from rlhf_triton.store.run_lock import in_progress
 from rlhf_triton.tools.checks.findings import Check, Finding, Level, failed, warning
+from rlhf_triton.tools.checks.machine import existing_folder
 from rlhf_triton.tools.checks.prompt_form import reward_findings
 from rlhf_triton.tools.checks.prompt_rows import CheckedRun
 from rlhf_triton.tools.checks.special_tokens import token_findings, token_problems
@@ -111,7 +112,7 @@ def adapters(run: CheckedRun) -> Iterator[Finding]:
     """Find the layers that are named for adapters, in models without weights."""
     config = run.config
     try:
-        if config.actor.policy.lora_targets != "all-linear":
+        if config.has_actor and config.actor.policy.lora_targets != "all-linear":
             from rlhf_triton.actor.policy import loading  # deferred, as below: torch takes seconds to import
 
             loading.check_lora_targets(config.actor.policy)
@@ -183,8 +184,7 @@ def server_dir(run: CheckedRun) -> Iterator[Finding]:
     folder = config.server_dir.absolute()
     if folder.is_relative_to(config.run.dir.absolute()):
         return
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    if error := refusal(place):
+    if error := refusal(existing_folder(folder)):
         yield failed("server.dir", f"{folder} cannot be written: {error.strerror}; set it to another folder")
 
 
@@ -226,12 +226,12 @@ CHECKS = (
     Check("devices", (*RUN, "serve"), devices),
     Check("files", (*RUN, "serve", *DRY), files),
     Check("weights", ("doctor",), weights, needs="files"),
-    Check("prompts", (*RUN, DRY[0]), prompts, needs="files", of_actor=True),
-    Check("vllm", RUN, vllm, needs="prompts"),
-    Check("tokenizers", RUN, tokenizers, needs="prompts"),
-    Check("rewards", RUN, reward_functions, needs="prompts"),
-    Check("environment", RUN, environment, needs="prompts"),
-    Check("adapters", RUN, adapters, needs="prompts"),
+    Check("prompts", (*RUN, DRY[0]), prompts, needs="files", needs_actor=True),
+    Check("vllm", RUN, vllm, needs_actor=True),
+    Check("tokenizers", RUN, tokenizers, needs="files", needs_actor=True),
+    Check("rewards", RUN, reward_functions, needs="prompts", needs_actor=True),
+    Check("environment", RUN, environment, needs="prompts", needs_actor=True),
+    Check("adapters", RUN, adapters, needs="files"),
     Check("rendering", ("doctor",), rendering),
     Check("server.dir", ("doctor",), server_dir),
     Check("ports", ("doctor",), ports),
@@ -242,20 +242,27 @@ CHECKS = (
 
 
 def findings(config: RunConfig, command: str, attempt: Callable[..., Iterator[Finding]]) -> Iterator[Finding]:
-    """Yield what the checks of `command` find.
+    """Yield what the checks of `command` find, and at the end which of them were left out because another failed.
 
     `attempt`: called with a check's name, its `find` and its argument; yields the findings.
     """
     run = CheckedRun(config, serves_only=command.startswith("serve"))
     passed = {""}
+    left_out = []
     for row in CHECKS:
-        if command in row.when and row.needs in passed and (config.has_actor or not row.of_actor):
-            levels = set()
-            for finding in attempt(row.name, row.find, run):
-                yield finding
-                levels.add(finding.level)
-            if Level.FAILED not in levels:
-                passed.add(row.name)
+        if command not in row.when or (row.needs_actor and not config.has_actor):
+            continue
+        if row.needs not in passed:
+            left_out.append(row.name)
+            continue
+        levels = set()
+        for finding in attempt(row.name, row.find, run):
+            yield finding
+            levels.add(finding.level)
+        if Level.FAILED not in levels:
+            passed.add(row.name)
+    if left_out:
+        yield warning("configuration", f"not checked: {', '.join(left_out)}; correct the problems above first")
 
 
 def check(config: RunConfig, command: str) -> list[str]:

@@ -131,7 +131,7 @@ CURVES = (  # TensorBoard has all other metrics
 
 
 def pictures(run: RunRecord) -> list[tuple[str, Draw]]:
-    """Return caption and function of the pictures that this run has data for, its own sections' in second place."""
+    """Return caption and function of each picture that the run has data for; those of user sections come second."""
     sums = Curve(
         title="Each reward, without its weight",
         caption="What each reward function, model or environment gave: their weighted sum is the reward.",

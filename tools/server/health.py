@@ -12,6 +12,7 @@ process runs again, it ends itself (python_backend/serving/pulse.py), or the ser
 
 import contextlib
 import http.client
+import json
 import math
 import re
 import threading
@@ -321,7 +322,11 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 def is_triton(url: str) -> bool:
     """Return whether a tritonserver answers at `host:port`, and not some other program."""
-    return '"name":"triton"' in get_page(url, "/v2").replace(" ", "")
+    try:
+        described = json.loads(get_page(url, "/v2"))
+    except ValueError:
+        return False
+    return isinstance(described, dict) and described.get("name") == "triton"
 
 
 def get_page(url: str, path: str) -> str:

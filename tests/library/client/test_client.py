@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 from fake_server import FakeServer
 from fake_triton import FakeTriton, client_of
-from live_system import training_inputs
 from loop_clock import advance
-from scripted_servers import until
+from model_inputs import training_inputs
+from waiting import until
 
 from rlhf_triton.client import retry
 from rlhf_triton.client.client import REPEAT_AFTER_S, TritonClient

@@ -8,7 +8,8 @@ import socket
 from contextlib import AsyncExitStack
 
 import pytest
-from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted, until
+from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, Scripted
+from waiting import until
 
 from rlhf_triton.backoff import MAX_PAUSE_S
 from rlhf_triton.client import retry
