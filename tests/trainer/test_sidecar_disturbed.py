@@ -42,7 +42,8 @@ from rlhf_triton.store.sealed_folder import verify_folder
 from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.disk_retry import until_done
-from rlhf_triton.trainer.publish import copy_checkpoint
+from rlhf_triton.trainer.progress import SidecarProgress
+from rlhf_triton.trainer.publish import VersionRejected, copy_checkpoint
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES = [
@@ -679,6 +680,56 @@ def test_curable_disk_errors_are_retried_and_reported(caplog):
     assert len(refusals(caplog)) == 1
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         patient("reading")
+
+
+class RetryClock:
+    """A clock that work and the pauses between retries advance: stands in for `time` and for the stop event."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    time = monotonic
+
+    def wait(self, seconds):
+        self.now += seconds
+        return False
+
+
+def test_sidecar_stays_blocked_while_a_retry_is_at_work(make, monkeypatch):
+    """A write that takes longer than the pauses before it meets the full disk: most of the time it is at work."""
+    rig = make()
+    rig.journal.root.mkdir(parents=True)
+    clock = RetryClock()
+    monkeypatch.setattr("rlhf_triton.trainer.progress.time", clock)
+    progress = SidecarProgress(rig.config, rig.journal, epoch=1, stop=clock)
+    attempts = iter([FULL, FULL, FULL, None])
+    shown = []
+
+    def write():
+        for _ in range(30):
+            clock.now += 1.0
+            progress.renew_heartbeat("writing")
+            shown.append(rig.journal.heartbeat().trouble)
+        if error := next(attempts):
+            raise error
+
+    progress.persist("writing", write)
+    assert shown == [None] * 30 + ["No space left on device"] * 90
+    progress.renew_heartbeat("idle")
+    assert rig.journal.heartbeat().trouble is None
+    with pytest.raises(VersionRejected):
+        progress.persist("publishing", functools.partial(blocked_and_refused, progress))
+    clock.now += 1.0
+    progress.renew_heartbeat("idle")
+    assert rig.journal.heartbeat().trouble is None
+
+
+def blocked_and_refused(progress):
+    progress.show_block("waiting", "a server is unreachable")
+    raise VersionRejected("it looks odd")
 
 
 def test_safetensors_disk_errors_become_os_errors(tmp_path):
