@@ -52,6 +52,7 @@ class TrainedModel:
         ranks: AnyRanks = ALONE,
         *,
         section: str,
+        remedy: str,
         total_steps: int,
     ) -> None:
         """
@@ -59,6 +60,7 @@ class TrainedModel:
             model: prepared with `training_engine.preparation.prepare`, on its device, and sharded if there are several
                 ranks.
             section: key of `settings`.
+            remedy: how to get shorter rows, for the error if the GPU's memory is too small for a single row.
             total_steps: length of the learning-rate schedule.
 
         Raises:
@@ -77,8 +79,7 @@ class TrainedModel:
         self.memory = MemoryBudget(
             f"{section}.token_budget",
             settings.token_budget,
-            remedy="lower actor.generation.max_new_tokens"
-            + ("" if settings.gradient_checkpointing else f" or set {section}.gradient_checkpointing"),
+            remedy=remedy + ("" if settings.gradient_checkpointing else f" or set {section}.gradient_checkpointing"),
             alone=ranks.size == 1,
         )
         """Token budget of a micro-batch; halved when the GPU runs out of memory."""

@@ -322,7 +322,8 @@ def test_batches_skipped_for_memory_are_skipped_in_a_replay(rig, straight, gpu, 
     first, second, third = rig.train(1, 2, 3)
     assert (first.error, second.weights_version, second.loss_mean) == (None, 1, None)
     assert "CUDA out of memory" in str(second.error)
-    assert "lower actor.generation.max_new_tokens or set trainer.gradient_checkpointing" in str(second.error)
+    remedy = "train on shorter rows (of an actor: lower actor.generation.max_new_tokens)"
+    assert f"; {remedy} or set trainer.gradient_checkpointing" in str(second.error)
     assert (third.error, third.weights_version) == (None, 2)
     served = rig.weights()
     rig.kill()

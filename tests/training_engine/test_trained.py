@@ -54,7 +54,7 @@ def linear(seed=0, **settings):
         **{**rates, **{k: v for k, v in settings.items() if k in OptimizerSection.model_fields}}
     )
     section = TrainedSection(**{k: v for k, v in settings.items() if k in TrainedSection.model_fields})
-    return TrainedModel(nn.Linear(3, 2), section, optimizer, section="trainer", total_steps=9)
+    return TrainedModel(nn.Linear(3, 2), section, optimizer, section="trainer", remedy="none", total_steps=9)
 
 
 def train(trained, steps):
