@@ -91,7 +91,7 @@ class CheckpointFolder:
         """
         state = self.state(step)
         folder = self.root / str(step)
-        update.trained.changed(state.settings, folder)
+        update.trained.check_fixed(state.settings, folder)
         update.trained.verify(folder)
         update.trained.load(folder, state.optimizer_step)
         return state

@@ -60,11 +60,11 @@ class CriticState:
         state = self.restore_newest()
         if state is None:
             return
-        if changed := self.update.trained.changed(state.settings, checkpoints.root / str(state.step)):
+        if changes := self.update.trained.changes(state.settings):
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
                 state.step,
-                "; ".join(changed),
+                "; ".join(changes),
             )
         progress.persist("restoring results", lambda: journal.restore_results(state.results))
 

@@ -204,7 +204,7 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
             f"has different weights, config.json or tokenizer now; set it back, {WAY_OUT}"
         )
-    policy.trained.changed(state["settings"], folder)
+    policy.trained.check_fixed(state["settings"], folder)
     return state
 
 

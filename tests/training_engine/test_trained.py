@@ -113,12 +113,14 @@ def test_accumulate_gives_the_same_gradients_for_any_token_budget():
 def test_resume_lists_changed_settings_and_refuses_fixed_ones(setting, value, changed):
     saved = linear().settings
     trained = linear(**{setting: value})
-    assert linear().changed(saved, Path("5")) == []
+    linear().check_fixed(saved, Path("5"))
+    assert linear().changes(saved) == []
     if changed is None:
         with pytest.raises(CheckpointError, match=rf"^5 was saved with trainer\.{setting}: .*; restore it"):
-            trained.changed(saved, Path("5"))
+            trained.check_fixed(saved, Path("5"))
     else:
-        assert trained.changed(saved, Path("5")) == [changed]
+        trained.check_fixed(saved, Path("5"))
+        assert trained.changes(saved) == [changed]
 
 
 def rate_of(actor, step):
