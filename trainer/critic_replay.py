@@ -62,7 +62,7 @@ class CriticReplay:
             optimizer_step=trained.optimizer_step,
             version=0,
             epoch=0,
-            asked=True,
+            requested=True,
             settings=trained.settings,
             base_digest=store.manifest(0).digest,
             results=[asdict(result)],

@@ -67,7 +67,7 @@ def test_save_waits_for_its_step_and_prunes_covered_entries(rig):
     assert [rig.answer(entry).weights_version for entry in entries] == [2, 2, 3]
     assert rig.checkpoints.steps() == [2]
     state = rig.checkpoints.state(2)
-    assert (state.step, state.asked, state.version) == (2, True, 2)
+    assert (state.step, state.requested, state.version) == (2, True, 2)
     assert [result["digest"] for result in state.results] == [payload(1).digest(), payload(2).digest()]
     assert [entry.name for entry in rig.journal.entries()] == ["00000003.train"]  # what is covered is gone
 

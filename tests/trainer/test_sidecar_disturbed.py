@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import disk_errors, refusal
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
-from rlhf_triton.store.sealed_folder import verify_folder
+from rlhf_triton.store.sealed_folder import replace_state, verify_folder
 from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.disk_retry import until_done
@@ -96,7 +96,7 @@ class Disturbed(RuleBasedStateMachine):
         for owner, name in self.armed:
             self.patch.setattr(owner, name, self.failing(owner, name))
         self.step = 0
-        self.asked = set()
+        self.requested = set()
         self.trained = []
         self.published = [0]  # the step of each version
 
@@ -168,10 +168,10 @@ class Disturbed(RuleBasedStateMachine):
         step = self.step - late
         if step not in self.reachable() or step == 0:
             step = self.step
-        keep_steps = sorted({*self.asked, step} if keep else {step})
+        keep_steps = sorted({*self.requested, step} if keep else {step})
         entry = self.rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps)
         assert self.answer(entry) == Result(entry=entry.name, weights_version=len(self.published) - 1)
-        self.asked = {asked for asked in self.asked if asked > step or keep} | {step}
+        self.requested = {kept for kept in self.requested if kept > step or keep} | {step}
 
     @rule(chosen=st.integers(0, 9))
     def rewind(self, chosen):
@@ -186,14 +186,14 @@ class Disturbed(RuleBasedStateMachine):
             assert new >= 1 if self.killed else new == 1
         self.published += [target] * new
         self.step = target
-        self.asked = {asked for asked in {*self.asked, target} if 0 < asked <= target}
+        self.requested = {kept for kept in {*self.requested, target} if 0 < kept <= target}
         assert self.rig.journal.last_step() == target
 
     @rule(damage=st.sampled_from([None, *DAMAGE]))
     def restart(self, damage):
         self.stop()
         newest = self.rig.checkpoints.root / str(self.step)  # missing if it was killed, and stopped before its replay
-        if damage and self.step > max(self.asked, default=0) and newest.is_dir():  # the journal has all steps since
+        if damage and self.step > max(self.requested, default=0) and newest.is_dir():  # the journal has all steps since
             name, change = damage
             change(newest / name)
         self.rig.start()
@@ -204,8 +204,8 @@ class Disturbed(RuleBasedStateMachine):
 
     def reachable(self):
         """Return the steps to which a rewind is possible."""
-        newest = max(self.asked, default=0)  # a run that has saved a checkpoint is not begun anew
-        return sorted({*self.asked, *range(newest, self.step + 1)})
+        newest = max(self.requested, default=0)  # a run that has saved a checkpoint is not begun anew
+        return sorted({*self.requested, *range(newest, self.step + 1)})
 
     def teardown(self):
         try:
@@ -214,14 +214,14 @@ class Disturbed(RuleBasedStateMachine):
             lines = [line["step"] for line in rig.metrics()]
             assert served == sorted(set(served))
             assert rig.store.versions()[-1] == rig.store.current() == served[-1] == versions[-1]
-            assert self.asked <= {*rig.checkpoints.steps()}
+            assert self.requested <= {*rig.checkpoints.steps()}
             if self.killed:
                 assert Counter(lines) <= Counter(self.trained)  # a replay is no second update
             else:
                 assert rig.store.versions() == served == versions
                 assert [rig.store.manifest(version).step for version in versions] == self.published
-                assert rig.checkpoints.steps() == sorted({*self.asked, self.step} - {0})
-                kept = range(max(self.asked, default=0) + 1, self.step + 1)
+                assert rig.checkpoints.steps() == sorted({*self.requested, self.step} - {0})
+                kept = range(max(self.requested, default=0) + 1, self.step + 1)
                 assert rig.journal.entries() == [Entry(step, 0, "train") for step in kept]
                 assert lines == self.trained
         finally:
@@ -317,6 +317,20 @@ def test_entries_beyond_the_rewind_limit_are_pruned(make, monkeypatch):
         assert [entry.step for entry in rig.journal.entries() if entry.kind == "train"] == kept
         rig.start()
     assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: there are checkpoints of steps 1, 5"
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_checkpoint_of_0_1_0_is_read_with_its_mark(make, straight, requested):
+    rig = make(checkpoint_every=1).begin()
+    rig.train(1)
+    if requested:
+        rig.save()
+    rig.stop()
+    state = asdict(rig.checkpoints.state(1))
+    replace_state(rig.checkpoints.root / "1", {**state, "asked": state.pop("requested")})
+    assert rig.checkpoints.requested_steps() == [1] * requested
+    rig.start().train(2)
+    assert torch.equal(rig.weights(), straight.weights(2))
 
 
 @pytest.mark.parametrize("every", [1, 2])
