@@ -49,7 +49,7 @@ class TrainingRow:
 class UpdateReport:
     """Metrics of training on one payload."""
 
-    loss_mean: float  # token-weighted
+    loss_mean: float  # mean over the trained tokens of all optimizer steps
     grad_norm: float  # before clipping; mean over the optimizer steps
     lr: float  # at the last optimizer step
     optimizer_steps: int
