@@ -99,7 +99,10 @@ class CheckpointFolder:
         return state
 
     def mark_requested(self, step: int) -> None:
-        """Mark an existing checkpoint, which the sidecar wrote on its own, as requested by the actor."""
+        """Mark a checkpoint, which the sidecar wrote on its own, as requested by the actor.
+
+        Raises DamagedCheckpoint if it is missing or damaged.
+        """
         state = self.state(step)
         if not state.requested:
             replace_state(self.root / str(step), asdict(replace(state, requested=True)))

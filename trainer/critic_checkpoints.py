@@ -4,11 +4,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState
+from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, DamagedCheckpoint
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
 
@@ -48,9 +49,10 @@ class CriticCheckpoints:
         """Ensure that `step` has a checkpoint, marked as requested; return None, or the error if that is impossible."""
         if step == self.critic.step:
             self._write(requested=True)
-        elif step in self.folder.steps():
+            return None
+        try:
             self.progress.persist("marking a checkpoint", lambda: self.folder.mark_requested(step))
-        else:  # training is past `step`: go back and replay up to it, write the checkpoint, and restore the newest step
+        except DamagedCheckpoint:  # or missing: go back and replay up to it, write it, and restore the newest step
             error = self.critic.restore(step)
             if error is None:
                 self._write(requested=True)
@@ -81,7 +83,10 @@ class CriticCheckpoints:
         error, because the critic is past this step and cannot train it again.
         """
         newest = self.folder.latest()
-        remembered = [] if newest is None else self.folder.state(newest).results
+        remembered: list[dict[str, Any]] = []
+        if newest is not None:
+            with contextlib.suppress(DamagedCheckpoint):
+                remembered = self.folder.state(newest).results
         digest = None
         with contextlib.suppress(DamagedEntry), self.progress.working(f"reading step {entry.step}"):
             digest = self.journal.load(entry)[1]

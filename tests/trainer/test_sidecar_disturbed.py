@@ -389,6 +389,17 @@ def test_lost_results_are_restored_from_the_checkpoint(rig, straight, running):
     assert torch.equal(rig.weights(), straight.weights(3))
 
 
+def test_lost_results_beside_a_damaged_checkpoint_fail_only_their_callers(rig, straight):
+    rig.train(1, 2)
+    rig.save()
+    shutil.rmtree(rig.journal.root / "run" / "results")
+    flip(rig.checkpoints.root / "2" / "state.json")
+    for step in (1, 2):
+        assert f"step {step} was sent again after its result was lost" in str(rig.answer(rig.send(step)).error)
+    assert rig.train(3)[0].error is None
+    assert torch.equal(rig.weights(), straight.weights(3))
+
+
 # ---- damaged entries ----
 
 
@@ -499,6 +510,22 @@ def test_folder_that_is_not_a_checkpoint_is_set_aside(make, straight):
     assert verify_folder(rig.checkpoints.root / "2")["step"] == 2
     assert (rig.checkpoints.root / "damaged-2" / SHARD).is_file()
     assert torch.equal(rig.weights(), straight.weights(3))
+
+
+def test_save_recomputes_a_damaged_checkpoint_or_returns_the_error(make, straight):
+    rig = make(checkpoint_every=2).begin()
+    rig.train(1, 2, 3)
+    flip(rig.checkpoints.root / "2" / "state.json")
+    assert rig.save(2).error is None
+    assert verify_folder(rig.checkpoints.root / "2")["requested"]
+    rig.train(4)
+    assert torch.equal(rig.weights(), straight.weights(4))
+    flip(rig.checkpoints.root / "2" / "state.json")
+    error = str(rig.save(2).error)
+    assert error.startswith("step: 2 cannot be reached: ")
+    assert "because the journal no longer has step 1" in error
+    rig.train(5)
+    assert torch.equal(rig.weights(), straight.weights(5))
 
 
 def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig):
