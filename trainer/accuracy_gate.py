@@ -13,7 +13,7 @@ from rlhf_triton.config.run_config import ConfigError
 from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.models.modeling import RewardModel
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.store.jsonl import named_lines
 from rlhf_triton.wire.contract import ContractError, TokenRow
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages

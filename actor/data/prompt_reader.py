@@ -24,8 +24,8 @@ from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import reason_of
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.rewards.groups import GROUP_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.wire.chats import TEMPLATE_COLUMNS, render_chat, template_options
 from rlhf_triton.wire.contract import STEP_ENDS
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages

@@ -25,7 +25,7 @@ from rlhf_triton.actor.data.rollout_rows import (
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.monitoring.tracing import span
-from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY
 from rlhf_triton.training_engine.explained_variance import explained_variance
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts

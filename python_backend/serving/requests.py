@@ -22,7 +22,8 @@ from rlhf_triton.checkpoints.tokenization import (
 )
 from rlhf_triton.errors import reason_of
 from rlhf_triton.python_backend.serving.parameters import Parameters
-from rlhf_triton.rewards.function import REPLY_KEY, split_reply, with_reply
+from rlhf_triton.rewards.replies import split_reply, with_reply
+from rlhf_triton.rewards.sample import REPLY_KEY
 from rlhf_triton.wire.chats import render_chat, template_options, texts_in
 from rlhf_triton.wire.contract import (
     MESSAGES,

@@ -15,7 +15,7 @@ from samples import advantage_inputs
 from rlhf_triton.actor.algorithms import advantages as adv
 from rlhf_triton.actor.algorithms.baselines import group_standardise, leave_one_out
 from rlhf_triton.config.algorithms import ALGORITHMS
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40)
