@@ -1,7 +1,7 @@
 """The sidecar's checkpoints: written atomically, in safetensors and JSON only; training resumes bit-identically.
 
     <root>/<step>/{shard-...safetensors, state.json}    trained weights and optimizer, one file per rank
-    <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
+    <root>/<step>.set-aside/       a damaged checkpoint, kept for inspection
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
 state.json contains the position in the schedule (`optimizer_step`), the settings that affect training, and the digests
@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_triton.store import durable
 from rlhf_triton.store.sealed_folder import (
+    ASIDE_SUFFIX,
     DIGEST,
     DamagedCheckpoint,
     read_state,
@@ -27,7 +28,7 @@ from rlhf_triton.trainer.critic_update import CriticUpdate
 
 KEEP_SET_ASIDE = 3  # number of newest damaged checkpoints, and of newest folders of entries that a rewind removed
 KEEP_FILE = "keep_steps.json"
-DAMAGED_PREFIX = "damaged-"
+ASIDE = (f"*{ASIDE_SUFFIX}", "damaged-*")  # 0.1.0 named them damaged-<step>
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,8 @@ class CheckpointFolder:
             replace_state(self.root / str(step), asdict(replace(state, requested=True)))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint to `damaged-<step>`, replacing an older one; return the new path."""
-        return set_aside(self.root / str(step), f"{DAMAGED_PREFIX}{step}")
+        """Rename a damaged checkpoint to `<step>.set-aside`, replacing an older one; return the new path."""
+        return set_aside(self.root / str(step))
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints after `step`, which a rewind has invalidated, and their steps in keep_steps.json."""
@@ -137,7 +138,8 @@ class CheckpointFolder:
         requested = [step for step in self.requested_steps() if step > max(needed, default=-1)]
         for step in set(steps[:-1]) - set(needed) - set(requested[-keep:]):
             durable.remove_folder(self.root / str(step))
-        damaged = sorted(self.root.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_ctime_ns, reverse=True)
+        damaged = [folder for pattern in ASIDE for folder in self.root.glob(pattern)]
+        damaged.sort(key=lambda path: path.stat().st_ctime_ns, reverse=True)
         for folder in damaged[keep_damaged:]:
             durable.remove_folder(folder)
         durable.sweep(self.root)

@@ -492,12 +492,14 @@ def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(make, straight
     (rig.config.run.dir / "kept").rename(rig.checkpoints.root / "2")
     for step in (2, 3):
         flip(rig.checkpoints.root / str(step) / SHARD)
+    (rig.checkpoints.root / "damaged-9").mkdir()  # which 0.1.0 has set aside
     rig.start().train(4)
     assert torch.equal(rig.weights(), straight.weights(4))
     assert sum("training is repeated from step 1" in warning for warning in warnings(caplog)) == 2
     rig.stop()
     assert rig.checkpoints.steps() == [1, 4]
-    assert len(list(rig.checkpoints.root.glob("damaged-*"))) == 1  # as many as set
+    assert [*rig.checkpoints.root.glob("damaged-*")] == []
+    assert len(list(rig.checkpoints.root.glob("*.set-aside"))) == 1  # as many as set
 
 
 def test_folder_that_is_not_a_checkpoint_is_set_aside(make, straight):
@@ -508,7 +510,7 @@ def test_folder_that_is_not_a_checkpoint_is_set_aside(make, straight):
     (rig.checkpoints.root / "2" / SHARD).write_bytes(b"what is this")
     rig.start().train(1, 2, 3)
     assert verify_folder(rig.checkpoints.root / "2")["step"] == 2
-    assert (rig.checkpoints.root / "damaged-2" / SHARD).is_file()
+    assert (rig.checkpoints.root / "2.set-aside" / SHARD).is_file()
     assert torch.equal(rig.weights(), straight.weights(3))
 
 
