@@ -31,7 +31,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
     settings = config.trainer
     journal = Journal(config.run.journal_dir, config.run.identity)
     store = WeightsStore(config.run.weights_dir)
-    folder = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
+    folder = CheckpointFolder(config.run.critic_checkpoints_dir)
     with contextlib.ExitStack() as held:
         # Do not report errors in the heartbeat yet: until this process has the lock, it may be another sidecar's.
         epoch = until_done("starting", lambda: held.enter_context(journal.lock()), stop)
