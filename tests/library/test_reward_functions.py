@@ -242,7 +242,7 @@ def test_workers_end_if_their_parent_is_killed(tmp_path):
     script = (
         "import sys, time\n"
         "from rlhf_triton.rewards.pool import FunctionCall, WorkerPool\n"
-        "from rlhf_triton.rewards.function import Sample\n"
+        "from rlhf_triton.rewards.sample import Sample\n"
         "pool = WorkerPool(FunctionCall(spec=sys.argv[1], timeout_s=600.0), num_workers=2)\n"
         "for action in ({'do': 'daemon', 'pid_file': sys.argv[2]}, {'do': 'loop'}):\n"
         "    pool.submit([[Sample('', [], action)]])\n"
