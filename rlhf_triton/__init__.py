@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from rlhf_triton.environment import Environment as Environment
     from rlhf_triton.environment import EnvironmentLost as EnvironmentLost
     from rlhf_triton.errors import RlhfError as RlhfError
-    from rlhf_triton.rewards.function import Sample as Sample
-    from rlhf_triton.rewards.function import count as count
+    from rlhf_triton.rewards.counters import count as count
+    from rlhf_triton.rewards.sample import Sample as Sample
     from rlhf_triton.tools.api.runs import Run as Run
     from rlhf_triton.tools.api.runs import train as train
     from rlhf_triton.tools.api.services import Services as Services
@@ -62,12 +62,12 @@ _MODULES = {
     "RowScores": "client.critic",
     "RowValues": "client.critic",
     "Run": "tools.api.runs",
-    "Sample": "rewards.function",
+    "Sample": "rewards.sample",
     "Scores": "client.reward",
     "ServerFailed": "client.errors",
     "Services": "tools.api.services",
     "TrainAnswer": "client.client",
-    "count": "rewards.function",
+    "count": "rewards.counters",
     "serve": "tools.api.services",
     "train": "tools.api.runs",
 }

@@ -52,6 +52,10 @@ class FunctionError(RlhfError, ValueError):
     """A user's function or class cannot be imported or rejects its options; the message names it and the cause."""
 
 
+class BadScore(RlhfError, ValueError):
+    """A user's function or environment returned an invalid value."""
+
+
 class NotFinite(RlhfError, FloatingPointError):
     """Logits or a gradient hold NaN or infinity."""
 

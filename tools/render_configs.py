@@ -30,7 +30,6 @@ from rlhf_triton.config.rewards import MODEL_TERM, RewardTerm, text_parameters
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection, RewardSection
 from rlhf_triton.python_backend.serving.templates import RowTemplate
-from rlhf_triton.rewards.function import with_absolute_path
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.tools.arguments import parse
 from rlhf_triton.tools.served_rewards import (
@@ -43,6 +42,7 @@ from rlhf_triton.tools.served_rewards import (
     reward_parameters,
     reward_traits,
 )
+from rlhf_triton.user_code import with_absolute_path
 from rlhf_triton.wire import contract
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -184,11 +184,12 @@ def _critic_of(config: RunConfig, run_dir: Path, step: int, *, required: bool = 
     """
     from rlhf_triton.trainer.critic_replay import CriticReplay
 
+    config = _in_folder(config, run_dir)
     try:
-        return CriticReplay(_in_folder(config, run_dir), step)
+        return CriticReplay(config, step)
     except REPORTED as error:  # the policy is replayed without it
         if required:
-            steps = saved_steps(actor_checkpoints(run_dir).with_name("critic"))
+            steps = saved_steps(config.run.critic_checkpoints_dir)
             available = (
                 f"its checkpoints are of steps {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
             )

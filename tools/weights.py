@@ -179,7 +179,7 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     Raises:
         RlhfError: the checkpoint was refused, and the old version serves; or RlhfError, as in `rollback`.
     """
-    from rlhf_triton.trainer.live import publish_reward
+    from rlhf_triton.trainer.reward_publishing import publish_reward
 
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")

@@ -1,19 +1,18 @@
 """The gate of a live reward model: a new version must rank preference pairs about as well as the served version."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS
 from rlhf_triton.client.reward_source import Row, chat_row, text_row
 from rlhf_triton.config.rewards import text_parameters
 from rlhf_triton.config.run_config import ConfigError
 from rlhf_triton.config.sections import RewardSection
 from rlhf_triton.models.modeling import RewardModel
+from rlhf_triton.python_backend.serving.requests import row_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.store.jsonl import named_lines
 from rlhf_triton.wire.contract import ContractError, TokenRow
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
@@ -47,8 +46,7 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
             "reward.gate needs one reward per row; set reward.attribute_weights to one weight per label, or remove the "
             "gate"
         )
-    lengths = [length for length in (model.limits.max_length, section.max_length) if length]
-    limits = dataclasses.replace(model.limits, max_length=min(lengths, default=MAX_ROW_TOKENS))
+    limits = row_limits(model.limits, section.max_length)
     get = text_parameters(section).get
     folder = section.model.absolute()
     reader = reward_reader(folder, limits, get, skipped_pad_id=model.skipped_pad_id)

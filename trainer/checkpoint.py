@@ -1,7 +1,7 @@
 """The sidecar's checkpoints: written atomically, in safetensors and JSON only; training resumes bit-identically.
 
     <root>/<step>/{shard-...safetensors, state.json}    trained weights and optimizer, one file per rank
-    <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
+    <root>/<step>.set-aside/       a damaged checkpoint, kept for inspection
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
 state.json contains the position in the schedule (`optimizer_step`), the settings that affect training, and the digests
@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf_triton.store import durable
 from rlhf_triton.store.sealed_folder import (
+    ASIDE_SUFFIX,
     DIGEST,
     DamagedCheckpoint,
     read_state,
@@ -27,7 +28,7 @@ from rlhf_triton.trainer.critic_update import CriticUpdate
 
 KEEP_SET_ASIDE = 3  # number of newest damaged checkpoints, and of newest folders of entries that a rewind removed
 KEEP_FILE = "keep_steps.json"
-DAMAGED_PREFIX = "damaged-"
+ASIDE = (f"*{ASIDE_SUFFIX}", "damaged-*")  # 0.1.0 named them damaged-<step>
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class CheckpointState:
     optimizer_step: int  # position in the learning-rate schedule
     version: int  # weights version served when the checkpoint was written
     epoch: int  # journal epoch of the sidecar process that wrote the checkpoint
-    asked: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
+    requested: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
     settings: dict[str, Any]  # settings that affect training, see `TrainedModel.settings`
     base_digest: str  # digest of version 0's weights, from which training started
     results: list[dict[str, Any]]  # results of the last steps, with digests and losses
@@ -55,7 +56,7 @@ class CheckpointFolder:
         """Return the steps that have a checkpoint, ascending."""
         return saved_steps(self.root)
 
-    def asked_steps(self) -> list[int]:
+    def requested_steps(self) -> list[int]:
         """Return the steps whose checkpoint critic_save or a rewind requested, or is damaged."""
         return [step for step in self.steps() if self._is_requested(step)]
 
@@ -80,6 +81,8 @@ class CheckpointFolder:
     def state(self, step: int) -> CheckpointState:
         """Return the state of the checkpoint of `step`. Raises DamagedCheckpoint if it is missing or damaged."""
         data = read_state(self.root / str(step))
+        if "asked" in data:  # as 0.1.0 wrote it
+            data["requested"] = data.pop("asked")
         return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", DIGEST)})
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
@@ -91,24 +94,27 @@ class CheckpointFolder:
         """
         state = self.state(step)
         folder = self.root / str(step)
-        update.trained.changed(state.settings, folder)
+        update.trained.check_fixed(state.settings, folder)
         update.trained.verify(folder)
         update.trained.load(folder, state.optimizer_step)
         return state
 
-    def mark_asked(self, step: int) -> None:
-        """Mark an existing checkpoint, which the sidecar wrote on its own, as requested by the actor."""
+    def mark_requested(self, step: int) -> None:
+        """Mark a checkpoint, which the sidecar wrote on its own, as requested by the actor.
+
+        Raises DamagedCheckpoint if it is missing or damaged.
+        """
         state = self.state(step)
-        if not state.asked:
-            replace_state(self.root / str(step), asdict(replace(state, asked=True)))
+        if not state.requested:
+            replace_state(self.root / str(step), asdict(replace(state, requested=True)))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint to `damaged-<step>`, replacing an older one; return the new path."""
-        return set_aside(self.root / str(step), f"{DAMAGED_PREFIX}{step}")
+        """Rename a damaged checkpoint to `<step>.set-aside`, replacing an older one; return the new path."""
+        return set_aside(self.root / str(step))
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints after `step`, which a rewind has invalidated, and their steps in keep_steps.json."""
-        keep_steps = self._requested_steps()
+        keep_steps = self._keep_steps()
         if keep_steps is not None:
             durable.write_json(self.root / KEEP_FILE, {"steps": [needed for needed in keep_steps if needed <= step]})
         for newer in self.steps():
@@ -117,7 +123,7 @@ class CheckpointFolder:
 
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
         """Record durably that only `keep_steps` and `step` are needed of the checkpoints up to `step`."""
-        later = [needed for needed in self._requested_steps() or [] if needed > step]
+        later = [needed for needed in self._keep_steps() or [] if needed > step]
         durable.make_folder(self.root)
         durable.write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
 
@@ -128,20 +134,21 @@ class CheckpointFolder:
         of all, and the newest `keep_damaged` damaged ones.
         """
         steps = self.steps()
-        needed = self._requested_steps() or []
-        asked = [step for step in self.asked_steps() if step > max(needed, default=-1)]
-        for step in set(steps[:-1]) - set(needed) - set(asked[-keep:]):
+        needed = self._keep_steps() or []
+        requested = [step for step in self.requested_steps() if step > max(needed, default=-1)]
+        for step in set(steps[:-1]) - set(needed) - set(requested[-keep:]):
             durable.remove_folder(self.root / str(step))
-        damaged = sorted(self.root.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_ctime_ns, reverse=True)
+        damaged = [folder for pattern in ASIDE for folder in self.root.glob(pattern)]
+        damaged.sort(key=lambda path: path.stat().st_ctime_ns, reverse=True)
         for folder in damaged[keep_damaged:]:
             durable.remove_folder(folder)
         durable.sweep(self.root)
 
-    def _requested_steps(self) -> list[int] | None:
+    def _keep_steps(self) -> list[int] | None:
         return (durable.read_json(self.root / KEEP_FILE) or {}).get("steps")
 
     def _is_requested(self, step: int) -> bool:
         try:
-            return self.state(step).asked
+            return self.state(step).requested
         except DamagedCheckpoint:  # unknown: keep it, to be safe
             return True

@@ -4,11 +4,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.journal_entry import DamagedEntry
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState
+from rlhf_triton.trainer.checkpoint import KEEP_SET_ASIDE, CheckpointFolder, CheckpointState, DamagedCheckpoint
 from rlhf_triton.trainer.critic_state import CriticState
 from rlhf_triton.trainer.progress import SidecarProgress
 
@@ -32,28 +33,29 @@ class CriticCheckpoints:
     def write_periodically(self) -> None:
         """Write a checkpoint of the critic if its step is a multiple of `every`."""
         if self.critic.step % self.every == 0:
-            self._write(asked=False)
+            self._write(requested=False)
 
     def write_last(self) -> None:
         """Write a checkpoint of the critic, unless the newest checkpoint has its step; step 0 needs none."""
         if self.folder.latest() != self.critic.step and self.critic.step:
-            self._write(asked=False)
+            self._write(requested=False)
 
-    def write_asked(self) -> None:
+    def write_requested(self) -> None:
         """Write a checkpoint of the critic, marked as requested; step 0 needs none."""
         if self.critic.step:
-            self._write(asked=True)
+            self._write(requested=True)
 
     def write_step(self, step: int) -> str | None:
         """Ensure that `step` has a checkpoint, marked as requested; return None, or the error if that is impossible."""
         if step == self.critic.step:
-            self._write(asked=True)
-        elif step in self.folder.steps():
-            self.progress.persist("marking a checkpoint", lambda: self.folder.mark_asked(step))
-        else:  # training is past `step`: go back and replay up to it, write the checkpoint, and restore the newest step
+            self._write(requested=True)
+            return None
+        try:
+            self.progress.persist("marking a checkpoint", lambda: self.folder.mark_requested(step))
+        except DamagedCheckpoint:  # or missing: go back and replay up to it, write it, and restore the newest step
             error = self.critic.restore(step)
             if error is None:
-                self._write(asked=True)
+                self._write(requested=True)
             self.critic.restore_newest()
             return error and f"step: {error}"
         return None
@@ -81,7 +83,10 @@ class CriticCheckpoints:
         error, because the critic is past this step and cannot train it again.
         """
         newest = self.folder.latest()
-        remembered = [] if newest is None else self.folder.state(newest).results
+        remembered: list[dict[str, Any]] = []
+        if newest is not None:
+            with contextlib.suppress(DamagedCheckpoint):
+                remembered = self.folder.state(newest).results
         digest = None
         with contextlib.suppress(DamagedEntry), self.progress.working(f"reading step {entry.step}"):
             digest = self.journal.load(entry)[1]
@@ -96,7 +101,7 @@ class CriticCheckpoints:
             f"{self.critic.step}: resume the actor from its checkpoint, which rewinds the critic",
         )
 
-    def _write(self, *, asked: bool) -> None:
+    def _write(self, *, requested: bool) -> None:
         self.progress.renew_heartbeat("writing a checkpoint")
         critic, trained = self.critic, self.critic.update.trained
         results = [asdict(result) for result in self.journal.results() if result.entry.endswith(".train")]
@@ -106,7 +111,7 @@ class CriticCheckpoints:
             optimizer_step=trained.optimizer_step,
             version=self.store.current() or 0,
             epoch=self.progress.epoch,
-            asked=asked,
+            requested=requested,
             settings=trained.settings,
             base_digest=critic.base_digest,
             results=results,
@@ -126,7 +131,7 @@ class CriticCheckpoints:
         """
         self.folder.prune(keep=KEEP_REQUESTED, keep_damaged=KEEP_SET_ASIDE)
         covered = self.folder.latest() or 0
-        base = max(self.folder.asked_steps(), default=0)
+        base = max(self.folder.requested_steps(), default=0)
         if covered - base > KEEP_ENTRIES:
             base = covered
         self.journal.forget_covered(covered, base=base, archive=ARCHIVE_ENTRIES)

@@ -25,7 +25,7 @@ class CriticReplay:
 
     def __init__(self, config: RunConfig, step: int) -> None:
         """Load the critic after `step`. Raises RlhfError if it has no intact checkpoint of it."""
-        self._checkpoints = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
+        self._checkpoints = CheckpointFolder(config.run.critic_checkpoints_dir)
         self._journal = JournalState(config.run.journal_dir, config.run.identity)
         self._store = WeightsStore(config.run.weights_dir)
         self._threads = config.trainer.threads
@@ -62,12 +62,12 @@ class CriticReplay:
             optimizer_step=trained.optimizer_step,
             version=0,
             epoch=0,
-            asked=True,
+            requested=True,
             settings=trained.settings,
             base_digest=store.manifest(0).digest,
             results=[asdict(result)],
         )
-        CheckpointFolder(new.run.dir / "checkpoints" / "critic").save(self._update, state)
+        CheckpointFolder(new.run.critic_checkpoints_dir).save(self._update, state)
 
     def train(self, step: int, payload: TrainPayload) -> str:
         """Train on the payload of `step`; return the first difference from the run, "" if there is none.

@@ -60,11 +60,11 @@ class CriticState:
         state = self.restore_newest()
         if state is None:
             return
-        if changed := self.update.trained.changed(state.settings, checkpoints.root / str(state.step)):
+        if changes := self.update.trained.changes(state.settings):
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
                 state.step,
-                "; ".join(changed),
+                "; ".join(changes),
             )
         progress.persist("restoring results", lambda: journal.restore_results(state.results))
 
@@ -137,7 +137,7 @@ class CriticState:
         Step 0 needs no checkpoint, but is refused if the run has requested checkpoints, which it would discard. After
         an error, call `restore_newest`. Raises WeightsError if version 0 is damaged.
         """
-        if step == 0 and (saved := [asked for asked in self._checkpoints.asked_steps() if asked > 0]):
+        if step == 0 and (saved := [kept for kept in self._checkpoints.requested_steps() if kept > 0]):
             return (
                 f"0 would discard the saved checkpoints of steps {', '.join(map(str, saved))}; resume at one of them, "
                 "or start over with another run.dir"

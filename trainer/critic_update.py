@@ -49,7 +49,7 @@ class TrainingRow:
 class UpdateReport:
     """Metrics of training on one payload."""
 
-    loss_mean: float  # token-weighted
+    loss_mean: float  # mean over the trained tokens of all optimizer steps
     grad_norm: float  # before clipping; mean over the optimizer steps
     lr: float  # at the last optimizer step
     optimizer_steps: int
@@ -71,9 +71,14 @@ class CriticUpdate:
         use_gpu(torch.device(critic.model.device))  # for kernels outside torch
         self.critic = critic
         self.settings = settings
-        steps = settings.optimizer.max_steps
         self.trained = TrainedModel(
-            critic.model, settings, settings.optimizer, self.ranks, section="trainer", total_steps=steps
+            critic.model,
+            settings,
+            settings.optimizer,
+            self.ranks,
+            section="trainer",
+            remedy="train on shorter rows (of an actor: lower actor.generation.max_new_tokens)",
+            total_steps=settings.optimizer.max_steps,
         )
 
     def train(

@@ -73,7 +73,7 @@ class CriticVersions:
                 verify=functools.partial(verify_version, critic=critic),
                 step=step,
                 parent=None if written else parent,
-                canary=canary_outputs(critic).tolist() if critic.is_sharded else None,
+                canary=canary_outputs(critic).tolist() if critic.ranks.shards else None,
             )
             return self.publisher.publish(publication, self.progress.wait)
 

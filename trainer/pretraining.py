@@ -19,6 +19,7 @@ from rlhf_triton.store.durable import staged_folder
 from rlhf_triton.store.jsonl import append_jsonl
 from rlhf_triton.trainer.critic_update import TrainingRow, load_update
 from rlhf_triton.trainer.training_set import KEY, packed, read_rows, split
+from rlhf_triton.training_engine.explained_variance import explained_variance
 from rlhf_triton.training_engine.ranks import AnyRanks
 from rlhf_triton.training_engine.trained import MAX_ROWS
 
@@ -39,19 +40,18 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, on_wait:
         RlhfError: an update failed.
     """
     start = time.monotonic()
-    epochs = EPOCHS
     settings = config.trainer
     training, held_out = split(read_rows(config, critic.limits), config.run.seed)
     size = settings.global_batch_size * max(1, len(training) // (settings.global_batch_size * LOGGED))
     with staged_folder(config.run.weights_dir) as folder:
         critic.write(folder)
         update = load_update(folder, settings, seed=config.run.seed, ranks=ranks, pretraining=True)
-        before = explained_variance(update.critic, held_out, settings.token_budget)
+        before = explained_by(update.critic, held_out, settings.token_budget)
         loss = 0.0
         logger.info("pretraining on %d rows; %d of other prompts are held out", len(training), len(held_out))
         # From the last rows to the first: the policy of a run's first steps resembles the new run's, so these rows must
         # not be outweighed by a later, better policy's, under which the same prompts have a higher value.
-        for epoch, first in itertools.product(range(epochs), reversed(range(0, len(training), size))):
+        for epoch, first in itertools.product(range(EPOCHS), reversed(range(0, len(training), size))):
             part = training[first : first + size]
             rows = [part[i] for i in np.random.default_rng([config.run.seed, epoch, first]).permutation(len(part))]
             try:
@@ -62,8 +62,8 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, on_wait:
                 raise ConfigError(f"{KEY}: the critic's weights became non-finite; lower trainer.optimizer.lr")
             loss = report.loss_mean
             done = epoch + 1 - first / len(training)
-            logger.info("pretraining: %.1f of %d epochs, loss %.4g", done, epochs, loss)
-        after = explained_variance(update.critic, held_out, settings.token_budget)
+            logger.info("pretraining: %.1f of %d epochs, loss %.4g", done, EPOCHS, loss)
+        after = explained_by(update.critic, held_out, settings.token_budget)
     logger.info("explained variance of the held-out rows: %.4f; before: %.4f", after, before)
     line = {
         "time": time.time(),
@@ -81,14 +81,13 @@ def pretrained(critic: CriticModel, config: RunConfig, ranks: AnyRanks, on_wait:
     return update.critic
 
 
-def explained_variance(critic: CriticModel, rows: Sequence[TrainingRow], token_budget: int) -> float:
-    """Return 1 - Var(returns - values) / Var(returns) over all response tokens; 0 if the returns do not vary."""
-    errors = []
+def explained_by(critic: CriticModel, rows: Sequence[TrainingRow], token_budget: int) -> float:
+    """Return the explained variance of the returns of all response tokens by the critic's values."""
+    values = []
     returns = []
     for batch in plan_micro_batches([row.tokens.size for row in rows], token_budget=token_budget, max_rows=MAX_ROWS):
-        for row, values in zip(batch, critic.values([rows[i].tokens for i in batch]), strict=True):
+        for row, of_row in zip(batch, critic.values([rows[i].tokens for i in batch]), strict=True):
             is_scored = rows[row].mask > 0
-            returns.append(rows[row].returns[is_scored].astype(np.float64))
-            errors.append(returns[-1] - values[:-1][is_scored])
-    total = np.concatenate(returns).var()
-    return float(1 - np.concatenate(errors).var() / total) if total > 0 else 0.0
+            values.append(of_row[:-1][is_scored])
+            returns.append(rows[row].returns[is_scored])
+    return explained_variance(np.concatenate(values), np.concatenate(returns))

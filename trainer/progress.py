@@ -51,6 +51,7 @@ class SidecarProgress:
         self._stop = stop
         self._last_beat = 0.0
         self._state = "starting"
+        self._trouble: str | None = None  # what blocks the operation of `persist`
         self._give_up_at: float | None = None
         self.step = 0  # shown in the heartbeat
 
@@ -58,11 +59,15 @@ class SidecarProgress:
         """Renew the heartbeat, at most every BEAT_S."""
         self._state = state
         if time.monotonic() - self._last_beat >= BEAT_S:
-            self._write_heartbeat(state, micro_batch, trouble=None)
+            self._write_heartbeat(state, micro_batch)
 
     def show_block(self, state: str, reason: str | None) -> None:
-        """Write the error that blocks the sidecar to the heartbeat immediately; None clears it."""
-        self._write_heartbeat(state, 0, reason)
+        """Write the error that blocks the sidecar to the heartbeat immediately; None clears it.
+
+        It stays until the operation of `persist` ends, also while a retry is at work.
+        """
+        self._trouble = reason
+        self._write_heartbeat(state, 0)
 
     @contextlib.contextmanager
     def working(self, state: str) -> Iterator[None]:
@@ -87,7 +92,10 @@ class SidecarProgress:
 
     def persist(self, operation: str, action: Callable[[], T]) -> T:
         """Run a disk operation with retries while renewing the heartbeat; return its result. Raises as `until_done`."""
-        return until_done(operation, self.working(operation)(action), self._stop, self.show_block)
+        try:
+            return until_done(operation, self.working(operation)(action), self._stop, self.show_block)
+        finally:
+            self._trouble = None
 
     def wait(self, state: str) -> None:
         """Renew the heartbeat with `state`; call this repeatedly while waiting for a server.
@@ -144,8 +152,9 @@ class SidecarProgress:
         self._exporter.count("rejected_versions", publisher.rejected - self._rejected)
         self._rejected = publisher.rejected
 
-    def _write_heartbeat(self, state: str, micro_batch: int, trouble: str | None) -> None:
+    def _write_heartbeat(self, state: str, micro_batch: int) -> None:
         self._last_beat = time.monotonic()
+        trouble = self._trouble
         shown = {"step": self.step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(trouble is not None)}
         self._exporter.show(shown)
         with contextlib.suppress(OSError):  # a heartbeat that cannot be written must not stop the sidecar

@@ -79,13 +79,14 @@ class Publisher:
         run_id: str,
         epoch: int,
         model: LiveModel | None = None,
-        show_block: Callable[[str, str], None] = lambda state, reason: None,
+        show_block: Callable[[str, str | None], None] = lambda state, reason: None,
     ) -> None:
         """Create a publisher.
 
         Args:
             model: the model whose versions to publish; default: the critic.
-            show_block: called with the current state and the error that blocks it, to report it to waiting callers.
+            show_block: called with the current state and the error that blocks it, to report it to waiting callers;
+                None once the servers have reloaded the model.
         """
         settings = config.trainer
         model = model or live_model(config, "critic")
@@ -247,9 +248,9 @@ class Publisher:
             self._move_current_back(previous)
             self._reload_all()  # servers that did load the rejected version must reload `previous`
             raise WeightsError(f"version {version} was refused by {refusal.url}: {refusal.error}")
-        failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
-        if failed:
-            self._show_block(f"waiting until version {version} is served", "; ".join(failed))
+        if outcomes:
+            failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
+            self._show_block(f"waiting until version {version} is served", "; ".join(failed) or None)
 
     def _move_current_back(self, version: int | None) -> None:
         if version is not None:

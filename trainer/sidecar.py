@@ -31,7 +31,7 @@ def run_sidecar(config: RunConfig, stop: threading.Event, ranks: AnyRanks = ALON
     settings = config.trainer
     journal = Journal(config.run.journal_dir, config.run.identity)
     store = WeightsStore(config.run.weights_dir)
-    folder = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
+    folder = CheckpointFolder(config.run.critic_checkpoints_dir)
     with contextlib.ExitStack() as held:
         # Do not report errors in the heartbeat yet: until this process has the lock, it may be another sidecar's.
         epoch = until_done("starting", lambda: held.enter_context(journal.lock()), stop)
@@ -121,7 +121,7 @@ class Sidecar:
         """Restore step `entry.target`, set later entries aside, publish the weights again; return the result."""
         owners = self.journal.owners(entry)
         if entry.target == entry.step == self.critic.step:  # a new or resumed run, already at the target
-            self.checkpoints.write_asked()
+            self.checkpoints.write_requested()
             error = self.versions.ensure_served()  # the result promises that the weights of this step are served
         elif (unreachable := self.critic.restore(entry.target)) is not None:
             # the run's previous owner remains its owner
@@ -132,5 +132,5 @@ class Sidecar:
             aside = self.checkpoints.set_aside_after(entry)
             error = self.versions.publish_again()
             logger.warning("rewound from step %d to step %d; later entries are in %s", entry.step, entry.target, aside)
-            self.checkpoints.write_asked()
+            self.checkpoints.write_requested()
         return Result(entry=entry.name, weights_version=self.versions.current(), error=error, owners=owners)

@@ -95,18 +95,13 @@ class TrainedCritic(CriticModel):
             precision=precision,
         )
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the critic is sharded: each rank has only a slice."""
-        return self.ranks.shards
-
     def own_weights(self) -> None:
         """Copy the trainable weights out of the mapped file; slices already are copies."""
-        if not self.is_sharded:
+        if not self.ranks.shards:
             super().own_weights()
 
     def outputs(self, ids: Tensor, attention: Tensor) -> Tensor:
-        return self.model.token_outputs(ids, attention) if self.is_sharded else super().outputs(ids, attention)
+        return self.model.token_outputs(ids, attention) if self.ranks.shards else super().outputs(ids, attention)
 
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Like `CriticModel.values`, but computed in float32; all ranks compute the same rows."""
@@ -115,7 +110,7 @@ class TrainedCritic(CriticModel):
             return super().values(rows, width)
 
     def weights(self) -> MergedWeights:
-        kind = MergedSlices if self.is_sharded else MergedWeights
+        kind = MergedSlices if self.ranks.shards else MergedWeights
         return kind(self.model, self.stored_as, ModelHead(self.model).module)
 
     def write(self, folder: Path) -> Mapping[str, str] | None:

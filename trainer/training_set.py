@@ -12,13 +12,12 @@ from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, fingerprint, load_tokenizer, reply_end
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import RunSection
-from rlhf_triton.errors import reason_of
 from rlhf_triton.store.durable import INT64_MAX
 from rlhf_triton.store.journal import DamagedEntry, JournalState, read_training_file
 from rlhf_triton.store.jsonl import named_lines
 from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_update import TrainingRow, split_rows
-from rlhf_triton.wire.chats import render_chat, template_options
+from rlhf_triton.wire.chats import render_row
 from rlhf_triton.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
@@ -130,18 +129,17 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
             raise ConfigError(
                 f"{KEY}: {where}: prompt is a text that contains messages; store the list of messages itself"
             )
-        before, ids = encode_prompt(tokenizer, prompt)
-        return [*before, *ids] if special else encode_bare_text(tokenizer, prompt)
+        before, ids = encode_prompt(tokenizer, prompt, special=special)
+        return [*before, *ids]
     try:
-        options = template_options(tokenizer, line)
-    except BadMessages as error:
-        raise ConfigError(f"{KEY}: {where}: {error}") from error
-    try:
-        text = render_chat(tokenizer, plain_messages(prompt), options, owner="critic", generation_prompt=True)
+        messages = plain_messages(prompt)
     except BadMessages as error:
         raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
-    except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-        raise ConfigError(f"{KEY}: {where}: the chat template rejects the prompt: {reason_of(error)}") from error
+    rejected = "the chat template rejects the prompt"
+    try:
+        text = render_row(tokenizer, messages, line, owner="critic", name="prompt", rejected=rejected)
+    except BadMessages as error:
+        raise ConfigError(f"{KEY}: {where}: {error}") from error
     return encode_bare_text(tokenizer, text)
 
 

@@ -32,7 +32,7 @@ def verify_version(store: WeightsStore, version: int, critic: TrainedCritic) -> 
     Raises:
         WeightsError: a check failed; the message names the version and the cause.
     """
-    if critic.is_sharded:
+    if critic.ranks.shards:
         try:
             return critic.verify_slices(store, version)
         except (CheckpointError, RankFailed) as error:
@@ -112,7 +112,7 @@ def holds_weights(store: WeightsStore, version: int, critic: TrainedCritic) -> b
     """Return whether `version` is intact and its weights are bit-identical to the critic's, in the versions' dtype."""
     try:
         store.verify_hashes(store.manifest(version), digest_of_mapped)
-        if critic.is_sharded:
+        if critic.ranks.shards:
             return critic.holds_slices(store, version)
         stored = critic.with_weights(store.folder(version)).model.state_dict()
     except (CheckpointError, WeightsError):

@@ -7,8 +7,9 @@ affect a result.
 import torch
 from torch import Tensor
 
+from rlhf_triton.training_engine.explained_variance import ROUNDING
+
 WHITEN_EPSILON = 1e-8
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; the same row scored twice by a server may differ by this much
 
 
 def require_same_shape(**tensors: Tensor) -> None:
@@ -129,33 +130,6 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     variance = masked_mean(centred.square(), mask.double())
     whitened = _apply_mask(centred * torch.rsqrt(variance + WHITEN_EPSILON), mask)
     return torch.where(is_rounding(variance.sqrt(), mean), 0.0, whitened).to(x.dtype)
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns) over the mask, a scalar.
-
-    1: the values predict the returns up to a constant; 0: no better than a constant; below 0: worse. It is 0, not
-    NaN, if the returns do not vary or the mask is empty. Pass Monte-Carlo returns, `gae(..., lam=1)[1]`: with
-    a smaller lam the returns contain the values that they are compared with, and the result is too high.
-
-    Args:
-        values: `[B, S-1]`, V_t given the tokens up to t.
-        returns: `[B, S-1]`, from `gae`.
-        mask: `[B, S-1]`, 0 or 1.
-
-    Raises: ValueError if shapes differ.
-    """
-    require_same_shape(values=values, returns=returns, mask=mask)
-    values = values.double()
-    returns = returns.double()
-    mask = mask.double()
-    total = _masked_variance(returns, mask)
-    explained = 1 - _masked_variance(returns - values, mask) / total
-    return torch.where(is_rounding(total.sqrt(), masked_mean(returns, mask)), 0.0, explained)
-
-
-def _masked_variance(x: Tensor, mask: Tensor) -> Tensor:
-    return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
 
 def _apply_mask(x: Tensor, mask: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.algorithms.inputs import MAX_LOG_RATIO
 from rlhf_triton.config.algorithms import DIVERGENCES
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 PROBABILITY_RANGE = (1e-6, 1 - 1e-6)  # as in FlashREINFORCE's reference; at 0 or 1 the KL would be infinite
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.algorithms.advantages import masked_sum, require_same_shape
 from rlhf_triton.config.algorithms import KL_ESTIMATORS
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 K3_RANGE = (-11.0, 2.61)  # range of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
 HORIZON = 10_000  # time constant of the controller, in responses

@@ -18,7 +18,7 @@ from rlhf_triton.config.actor import AlgorithmSection, KLSection
 from rlhf_triton.config.algorithms import LOSSES
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import effect_line
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from rlhf_triton.actor.algorithms.advantages import explained_variance, masked_mean
+from rlhf_triton.actor.algorithms.advantages import masked_mean
 from rlhf_triton.actor.algorithms.batch import logprobs_by_position
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.rollout_rows import (
@@ -17,6 +17,7 @@ from rlhf_triton.actor.data.rollout_rows import (
     rows_of,
     scores_of,
 )
+from rlhf_triton.training_engine.explained_variance import explained_variance
 
 
 def rollout_metrics(
@@ -52,10 +53,13 @@ def rollout_metrics(
     charted = {"advantages": (batch.advantages, batch.policy_weights > 0), "returns": (batch.returns, batch.mask)}
     if batch.rewards_to_go is not None:
         versions = [row.score.version for row in rows if row.score.version >= 0]
+        used = batch.mask > 0
         charted["values"] = batch.prev_values, batch.mask
         metrics |= {
             # Not `returns`: with lam below 1 they contain the values, so even an untrained critic would score well.
-            "explained_variance": float(explained_variance(batch.prev_values, batch.rewards_to_go, batch.mask)),
+            "explained_variance": explained_variance(
+                batch.prev_values[used].numpy(), batch.rewards_to_go[used].numpy()
+            ),
             "weights_version": float(max(versions)),
             "weights_version_min": float(min(versions)),
         }

@@ -16,7 +16,8 @@ from rlhf_triton.actor.algorithms.inputs import (
     LossAndMetrics,
     LossInputs,
 )
-from rlhf_triton.rewards.function import FunctionError, UserFunction, describe
+from rlhf_triton.errors import FunctionError
+from rlhf_triton.user_code import UserFunction, describe
 
 
 def checked_advantage(spec: str, function: UserFunction) -> Advantage:

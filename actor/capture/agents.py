@@ -21,7 +21,7 @@ from rlhf_triton.actor.environments.pool import EnvironmentFailed
 from rlhf_triton.actor.generation.conversations import MAX_INSTANCES, ConversationRows, ConversationRunner, TurnFailed
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY
 
 
 class CapturedAgents(ConversationRunner):

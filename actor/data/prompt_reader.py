@@ -20,13 +20,13 @@ from rlhf_triton.actor.data.prompt_files import (
     source_of,
     with_empty_prompt,
 )
-from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, without_embedding
+from rlhf_triton.checkpoints.tokenization import encode_prompt, without_embedding
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import reason_of
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.rewards.groups import GROUP_KEY
-from rlhf_triton.wire.chats import TEMPLATE_COLUMNS, render_chat, template_options
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
+from rlhf_triton.wire.chats import TEMPLATE_COLUMNS, render_row
 from rlhf_triton.wire.contract import STEP_ENDS
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
 
@@ -150,7 +150,7 @@ class PromptReader:
         prompt_id = row.number if columns.get(PROMPT_ID) is None else columns[PROMPT_ID]
         for name, value in ((source, text), (PROMPT_ID, str(prompt_id))):
             _check_characters(value, f"{where}: {name}")
-        before, ids = encode_prompt(self.tokenizer, text) if adds else ([], encode_bare_text(self.tokenizer, text))
+        before, ids = encode_prompt(self.tokenizer, text, special=adds)
         starts = [getattr(self.tokenizer, name, None) for name in ("bos_token_id", "cls_token_id")]
         num_special = len(before) or int(bool(ids) and ids[0] in starts)  # a template or a text may start with one
         tokens = np.asarray([*before, *ids], dtype=np.int64)
@@ -168,16 +168,11 @@ class PromptReader:
                 f"{where}: {unavailable[0]}: not available with an environment, which defines the tools of all "
                 "conversations and continues them with the template's defaults; remove or rename the column"
             )
+        rejected = f"{source} cannot be rendered"
         try:
-            options = template_options(self.tokenizer, columns)
+            return render_row(self.tokenizer, messages, columns, owner="policy", name=source, rejected=rejected)
         except BadMessages as error:
             raise PromptError(f"{where}: {error}") from error
-        try:
-            return render_chat(self.tokenizer, messages, options, owner="policy", generation_prompt=True)
-        except BadMessages as error:
-            raise PromptError(f"{where}: {source}{error}") from error
-        except Exception as error:  # templates are programs and may raise anything
-            raise PromptError(f"{where}: {source} cannot be rendered: {reason_of(error)}") from error
 
     @property
     def long_prompt_action(self) -> str:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 imported = functools.cache(import_function)
 

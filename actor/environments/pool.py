@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import FunctionError, RlhfError
-from rlhf_triton.rewards.function import KEY_OPTION
+from rlhf_triton.user_code import KEY_OPTION
 from rlhf_triton.workers.pool import START_LIMIT_S, Worker, Workers
 
 AGENT = "rlhf_triton.actor.environments.agent:AgentRun"

@@ -17,16 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rlhf_triton.environment import EnvironmentLost
-from rlhf_triton.errors import FunctionError
-from rlhf_triton.rewards.function import (
-    BadScore,
-    UserFunction,
-    checked,
-    configured,
-    describe,
-    group_scores,
-    import_function,
-)
+from rlhf_triton.errors import BadScore, FunctionError
+from rlhf_triton.rewards.function import configured
+from rlhf_triton.rewards.scores import checked, group_scores
+from rlhf_triton.user_code import UserFunction, describe, import_function
 from rlhf_triton.workers.child import Parent, WorkerMessage, frame, read_frame
 
 NO_TOOLS = ("reset", "get_reward", "close")  # public methods that are not tools

@@ -29,7 +29,7 @@ from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text, w
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import warn_once
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY
 
 logger = logging.getLogger(__name__)
 NEW_ROW_WARNING = "%s: the conversation continues in another row of the same group"

@@ -23,7 +23,7 @@ from rlhf_triton.models.precision import computing, use_bfloat16
 from rlhf_triton.models.sharded_tensors import whole
 from rlhf_triton.training_engine import preparation
 from rlhf_triton.training_engine.ranks import AnyRanks, Ranks
-from rlhf_triton.training_engine.sharding import copy_with_empty_weights, shard
+from rlhf_triton.training_engine.sharding import copy_with_empty_weights, is_sharded, shard
 
 R = TypeVar("R")
 
@@ -49,17 +49,17 @@ class PolicyModels:
             CheckpointError: the model does not support one of the settings.
         """
         self.settings = settings
-        self._is_sharded = ranks.shards
+        self._shards = ranks.shards
         self.device = ranks.device_of(settings.device)
         # Weights to be sharded stay mapped from the file; sharding rounds the slices and moves them to the device.
-        whole_settings = settings.model_copy(update={"precision": "float32"}) if self._is_sharded else settings
+        whole_settings = settings.model_copy(update={"precision": "float32"}) if ranks.shards else settings
         model = preparation.prepare(
             model, whole_settings, "actor.policy", model.get_output_embeddings(), task="CAUSAL_LM"
         )
-        self.model = model.eval() if self._is_sharded else model.eval().to(self.device)
+        self.model = model.eval() if ranks.shards else model.eval().to(self.device)
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
-        self.generator = self._frozen_copy() if keeps_generator or self._is_sharded else self.model
+        self.generator = self._frozen_copy() if keeps_generator or ranks.shards else self.model
         if ranks.shards:
             self._shard(ranks)
 
@@ -67,14 +67,10 @@ class PolicyModels:
         """Return the causal LM of `model`, without the wrapper of LoRA adapters."""
         return model.get_base_model() if self.settings.lora_rank else model
 
-    def is_sharded(self, model: Any) -> bool:
-        """Return whether `model`, the trained model or its causal LM, has only a slice of the weights on this rank."""
-        return self._is_sharded and model in (self.model, self.causal(self.model))
-
     def compute(self, model: Any, function: Callable[..., R], *args: Any) -> R:
         """Return `function(causal LM, *args)`; the weights of a sharded model are gathered during the call."""
         causal = self.causal(model)
-        result: R = causal.gathered(function, *args) if self.is_sharded(model) else function(causal, *args)
+        result: R = causal.gathered(function, *args) if is_sharded(causal) else function(causal, *args)
         return result
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
@@ -95,7 +91,7 @@ class PolicyModels:
             use_bfloat16(self.causal(model), self.causal(model).get_output_embeddings())
 
     def _frozen_copy(self) -> Any:
-        if not self._is_sharded:
+        if not self._shards:
             model = copy.deepcopy(self.model).requires_grad_(False)
             self._use_precision(model)
             return model.to(self.device)

@@ -13,6 +13,7 @@ from rlhf_triton.models.language_model import check_causal
 from rlhf_triton.models.logprobs import sampling_entropy, target_logprobs
 from rlhf_triton.models.output_head import head_logprobs, linear_head
 from rlhf_triton.models.precision import in_float32
+from rlhf_triton.training_engine.sharding import is_sharded
 
 Entropy = Literal["none", "value", "gradient"]  # whether entropies are computed, and with a gradient
 
@@ -68,7 +69,7 @@ class TokenLogprobs:
         """Copy the rows, and `others`, to the device of `model` at once; return both. Arguments as in `compute`."""
         inside = mask != 0
         # Not with sharded weights: the number of forward passes would depend on the rows, and so differ between ranks.
-        shares_prompts = self._head_is_linear and self.shares_prompts and not self._models.is_sharded(model)
+        shares_prompts = self._head_is_linear and self.shares_prompts and not is_sharded(self._models.causal(model))
         passes = shared_passes(tokens, lengths, inside) if shares_prompts else None
         inputs = tokens, lengths, *inside.nonzero(as_tuple=True), *(passes or ())
         placed = to_device(model.device, *inputs, *others)

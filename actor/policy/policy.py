@@ -131,7 +131,13 @@ class Policy:
                 self.tokenizer.convert_ids_to_tokens(special.template_end),
             )
         self.trained = TrainedModel(
-            causal, settings, actor.optimizer, ranks, section="actor.policy", total_steps=actor.optimizer_steps
+            causal,
+            settings,
+            actor.optimizer,
+            ranks,
+            section="actor.policy",
+            remedy="lower actor.generation.max_new_tokens",
+            total_steps=actor.optimizer_steps,
         )
         self.token_logprobs = TokenLogprobs(self._models, temperature=self.temperature, banned_ids=self.banned_ids)
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16

@@ -21,8 +21,7 @@ from rlhf_triton.actor.algorithms.method import Method
 from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.config.actor import ActorSection
-from rlhf_triton.errors import NotFinite
-from rlhf_triton.rewards.function import FunctionError
+from rlhf_triton.errors import FunctionError, NotFinite
 from rlhf_triton.training_engine.trained import DifferentStatistics
 
 

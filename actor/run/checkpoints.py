@@ -26,7 +26,14 @@ from rlhf_triton.client.errors import RequestFailed
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.monitoring.log_lines import set_log_position
 from rlhf_triton.store.durable import numbers_in, remove_folder, sweep, write_folder, write_json
-from rlhf_triton.store.sealed_folder import DamagedCheckpoint, read_state, saved_steps, set_aside, write_sealed
+from rlhf_triton.store.sealed_folder import (
+    ASIDE_SUFFIX,
+    DamagedCheckpoint,
+    read_state,
+    saved_steps,
+    set_aside,
+    write_sealed,
+)
 from rlhf_triton.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
@@ -118,9 +125,9 @@ class RunCheckpoints:
                 skipped[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
             else:
                 for newer, reason in skipped.items():
-                    for older in self._folder.glob("*.set-aside"):
+                    for older in self._folder.glob(f"*{ASIDE_SUFFIX}"):
                         remove_folder(older)
-                    aside = set_aside(self._folder / str(newer), f"{newer}.set-aside")
+                    aside = set_aside(self._folder / str(newer))
                     logger.warning("%s; kept as %s, resuming from step %d instead", reason, aside.name, step)
                 return step, state
         await self._critic.rewind(0)
@@ -204,7 +211,7 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.model "
             f"has different weights, config.json or tokenizer now; set it back, {WAY_OUT}"
         )
-    policy.trained.changed(state["settings"], folder)
+    policy.trained.check_fixed(state["settings"], folder)
     return state
 
 

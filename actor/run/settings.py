@@ -11,9 +11,9 @@ from rlhf_triton.config.rewards import read_template
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import numbers_in, read_json, write_json
 from rlhf_triton.store.jsonl import append_jsonl
+from rlhf_triton.user_code import FILE_SPEC
 
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.actor.algorithms.advantages import explained_variance
 from rlhf_triton.actor.algorithms.batch import score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
 from rlhf_triton.actor.data.batch import PPOBatch
@@ -26,7 +25,8 @@ from rlhf_triton.actor.data.rollout_rows import (
 from rlhf_triton.actor.run.collection import Collector
 from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.monitoring.tracing import span
-from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY
+from rlhf_triton.training_engine.explained_variance import explained_variance
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 
@@ -73,7 +73,7 @@ def explained_by_values(rewarded: Sequence[Conversation], valued: Sequence[Conve
         return 0.0
     _, returns, mask = score_returns([pair[0] for pair in pairs])
     values = score_returns([pair[1] for pair in pairs])[0]
-    return float(explained_variance(values, returns, mask))
+    return explained_variance(values[mask > 0].numpy(), returns[mask > 0].numpy())
 
 
 def read_texts(conversations: Sequence[Conversation], tokenizer: Any, limit: int | None = None) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from rlhf_triton.actor.scoring.row_texts import RowText
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, last_reply
 from rlhf_triton.rewards.groups import GROUP_KEY
+from rlhf_triton.rewards.replies import last_reply
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.wire.chats import TEMPLATE_COLUMNS
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import RolloutRow, text_indices
-from rlhf_triton.rewards.function import MESSAGES_KEY, last_reply
+from rlhf_triton.rewards.replies import last_reply
+from rlhf_triton.rewards.sample import MESSAGES_KEY
 
 BLOCK = 32  # tokens decoded at once
 

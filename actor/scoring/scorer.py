@@ -24,7 +24,7 @@ from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.errors import RlhfError
-from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY
 from rlhf_triton.wire.contract import (
     CRITIC,
     MODEL_TERM,

@@ -20,9 +20,10 @@ from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_tex
 from rlhf_triton.python_backend.serving.requests import request_limits
 from rlhf_triton.python_backend.serving.round_robin import RoundRobin
 from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, log, log_error, parameters_of, triton_model
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample, with_reply
 from rlhf_triton.rewards.groups import grouped
 from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from rlhf_triton.rewards.replies import with_reply
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
 

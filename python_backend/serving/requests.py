@@ -20,10 +20,10 @@ from rlhf_triton.checkpoints.tokenization import (
     is_encoder,
     load_tokenizer,
 )
-from rlhf_triton.errors import reason_of
 from rlhf_triton.python_backend.serving.parameters import Parameters
-from rlhf_triton.rewards.function import REPLY_KEY, split_reply, with_reply
-from rlhf_triton.wire.chats import render_chat, template_options, texts_in
+from rlhf_triton.rewards.replies import split_reply, with_reply
+from rlhf_triton.rewards.sample import REPLY_KEY
+from rlhf_triton.wire.chats import render_row, texts_in
 from rlhf_triton.wire.contract import (
     MESSAGES,
     METADATA,
@@ -231,29 +231,32 @@ class RowReader:
                 "save one in that folder (chat_template.jinja), or send the conversation as one text"
             )
         try:
-            options = template_options(self.tokenizer, metadata)
-        except BadMessages as error:
-            raise ContractError(f"{where}.{error}") from error
-        try:
-            return render_chat(
-                self.tokenizer, conversation, options, owner=self.owner, generation_prompt=generation_prompt
+            return render_row(
+                self.tokenizer,
+                conversation,
+                metadata,
+                owner=self.owner,
+                name=MESSAGES,
+                rejected=f"{MESSAGES}: the chat template rejects the messages",
+                generation_prompt=generation_prompt,
             )
         except BadMessages as error:
-            raise ContractError(f"{where}.{MESSAGES}{error}") from error
-        except Exception as error:  # the template is the checkpoint's own code and may raise any exception
-            raise ContractError(
-                f"{where}.{MESSAGES}: the chat template rejects the messages: {reason_of(error)}"
-            ) from error
+            raise ContractError(f"{where}.{error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:
-    """Return the checkpoint's `limits` with the configured maximum row length and request size.
-
-    `max_length` is the smaller of the checkpoint's and the configured value, or `MAX_ROW_TOKENS` if neither is set.
-    """
+    """Return the checkpoint's `limits` with the configured maximum row length and request size."""
     configured = parameters.optional("max_length")
-    lengths = [length for length in (limits.max_length, int(configured) if configured else None) if length]
-    return dataclasses.replace(request_limits(limits, parameters), max_length=min(lengths, default=MAX_ROW_TOKENS))
+    return row_limits(request_limits(limits, parameters), int(configured) if configured else None)
+
+
+def row_limits(limits: Limits, max_length: int | None) -> Limits:
+    """Return the checkpoint's `limits` with the smaller of its and the configured maximum row length.
+
+    It is `MAX_ROW_TOKENS` if neither is set.
+    """
+    lengths = [length for length in (limits.max_length, max_length) if length]
+    return dataclasses.replace(limits, max_length=min(lengths, default=MAX_ROW_TOKENS))
 
 
 def request_limits(limits: Limits, parameters: Parameters) -> Limits:

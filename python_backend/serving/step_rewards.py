@@ -16,7 +16,8 @@ import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, is_special, single_tokens
 from rlhf_triton.python_backend.serving.requests import RowReader
-from rlhf_triton.rewards.function import PROMPT_KEY, RESPONSE_KEY, split_reply
+from rlhf_triton.rewards.replies import split_reply
+from rlhf_triton.rewards.sample import PROMPT_KEY, RESPONSE_KEY
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import METADATA, SENTENCES, ContractError, RowSteps, ScoringRows, TokenRow
 from rlhf_triton.wire.texts import metadata_rows

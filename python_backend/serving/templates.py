@@ -6,7 +6,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf_triton.errors import reason_of
-from rlhf_triton.rewards.function import RESPONSE_KEY, Sample
+from rlhf_triton.rewards.sample import RESPONSE_KEY, Sample
 from rlhf_triton.wire.contract import MESSAGES, METADATA, ContractError
 
 

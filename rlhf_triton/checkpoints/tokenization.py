@@ -107,12 +107,14 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return list(ids[start if has_start else 0 : end if has_end else len(ids)])
 
 
-def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+def encode_prompt(tokenizer: Any, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
     """Return two lists: the special tokens that the tokenizer puts before the text, such as BOS, and the text's ids.
 
     As in `encode_text`, special tokens at the start of the text are not added again. No EOS or [SEP] is added at the
-    end, because the response follows.
+    end, because the response follows. Without `special`, the first list is empty.
     """
+    if not special:
+        return [], encode_bare_text(tokenizer, text)
     encoded = tokenizer(text, return_special_tokens_mask=True)
     ids = encoded["input_ids"]
     added = encoded["special_tokens_mask"]

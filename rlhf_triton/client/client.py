@@ -34,7 +34,7 @@ REPEAT_AFTER_S = 30.0  # first repetition of a training request without a reply
 class TrainAnswer:
     """Reply of critic_train; `weights_version` is served now."""
 
-    loss_mean: float  # mean over the update's optimizer steps
+    loss_mean: float  # mean over the trained tokens of all optimizer steps
     weights_version: int  # the critic that the step has made
 
 

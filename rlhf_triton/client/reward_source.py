@@ -23,8 +23,9 @@ from rlhf_triton.client.deadline import timeout
 from rlhf_triton.client.errors import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
 from rlhf_triton.client.halving import halved
 from rlhf_triton.client.served import ServedModel
-from rlhf_triton.rewards.function import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, with_reply
 from rlhf_triton.rewards.groups import grouped
+from rlhf_triton.rewards.replies import with_reply
+from rlhf_triton.rewards.sample import PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.wire.contract import (
     MESSAGES,
     METADATA,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, WithJsonSchema
 
 from rlhf_triton.config.other_names import hint_at_choice
-from rlhf_triton.rewards.function import check_spec
+from rlhf_triton.user_code import check_spec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC
+from rlhf_triton.user_code import FILE_SPEC, MODULE_SPEC
 
 # A name with a dot stands for paths that end with it, and goes before its last part alone.
 _NAMES = {  # our key, "" for none -> its names elsewhere

@@ -24,9 +24,9 @@ from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection, RewardSection
 from rlhf_triton.config.training_checks import missing_package
 from rlhf_triton.errors import reason_of
-from rlhf_triton.rewards.function import FILE_SPEC
 from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.user_code import FILE_SPEC
 
 WAYS_OUT = {
     "reward": ", or use only functions in `rewards`",

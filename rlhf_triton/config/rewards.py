@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, PositiveFloat
 
 from rlhf_triton.config.fields import Count, Section
 from rlhf_triton.errors import reason_of
-from rlhf_triton.rewards.function import TIMEOUT_OPTION, check_spec
+from rlhf_triton.user_code import TIMEOUT_OPTION, check_spec
 from rlhf_triton.wire.contract import MODEL_TERM, PROCESS, TEXTS_ONLY
 
 if TYPE_CHECKING:

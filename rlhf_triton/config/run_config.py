@@ -42,9 +42,9 @@ from rlhf_triton.config.sections import (
 from rlhf_triton.config.training_checks import check_training
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.models.placement import Place, check_gpus, devices_of, ranks_here
-from rlhf_triton.rewards.function import KEY_OPTION
 from rlhf_triton.store import control_key
 from rlhf_triton.store.durable import read_json
+from rlhf_triton.user_code import KEY_OPTION
 from rlhf_triton.wire.contract import MODEL_TERM
 
 

@@ -116,6 +116,11 @@ class RunSection(Section):
         return self.dir / "sample_journal"
 
     @property
+    def critic_checkpoints_dir(self) -> Path:
+        """Folder of the critic's checkpoints."""
+        return self.dir / "checkpoints" / "critic"
+
+    @property
     def weights_dir(self) -> Path:
         """Folder of the critic's weights store."""
         return self.dir / "weights" / "critic"

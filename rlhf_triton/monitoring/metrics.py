@@ -274,7 +274,7 @@ TRAINER = (
         query=INCREASE,
     ),
     MetricSpec("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
-    MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
+    MetricSpec("blocked", "1 while an error, such as a full disk, blocks the sidecar, otherwise 0."),
     MetricSpec(
         "journal_pending_entries",
         "Accepted requests that have no result yet.",

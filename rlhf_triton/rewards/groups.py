@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rlhf_triton.rewards.function import PROMPT_KEY, reply_start
+from rlhf_triton.rewards.replies import reply_start
+from rlhf_triton.rewards.sample import PROMPT_KEY
 from rlhf_triton.wire.contract import MESSAGES, METADATA, ContractError
 
 GROUP_KEY = "group"  # metadata key, reserved if a reward function is groupwise

@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import jinja2
 import jinja2.sandbox
 
-from rlhf_triton.errors import FunctionError, RlhfError, reason_of_item
-from rlhf_triton.rewards.function import BadScore, Sample, count, describe
+from rlhf_triton.errors import BadScore, FunctionError, RlhfError, reason_of_item
+from rlhf_triton.rewards.counters import count
+from rlhf_triton.rewards.sample import Sample
+from rlhf_triton.user_code import describe
 
 try:
     import openai

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_triton.rewards.function import KEY_OPTION, Sample
+from rlhf_triton.rewards.sample import Sample
+from rlhf_triton.user_code import KEY_OPTION
 from rlhf_triton.workers.pool import Workers
 
 

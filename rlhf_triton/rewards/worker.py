@@ -10,16 +10,11 @@ import sys
 from typing import Any
 
 from rlhf_triton.errors import FunctionError
-from rlhf_triton.rewards.function import (
-    NOT_APPLICABLE,
-    Sample,
-    ScoreFunction,
-    checked,
-    describe,
-    group_scores,
-    load_function,
-    take_counts,
-)
+from rlhf_triton.rewards.counters import take_counts
+from rlhf_triton.rewards.function import ScoreFunction, load_function
+from rlhf_triton.rewards.sample import Sample
+from rlhf_triton.rewards.scores import NOT_APPLICABLE, checked, group_scores
+from rlhf_triton.user_code import describe
 from rlhf_triton.workers.child import Parent, receive_frame
 
 

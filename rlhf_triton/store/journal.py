@@ -287,8 +287,8 @@ class Journal(JournalState):
             return pending or self._append("save", last if step is None else step, content=content)
 
     def _pending_save(self, step: int, keep_steps: list[int] | None) -> Entry | None:
-        asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
-        for entry in asked:
+        saves = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
+        for entry in saves:
             with contextlib.suppress(DamagedEntry, FileNotFoundError):  # FileNotFoundError: finished meanwhile
                 if self.result(entry) is None and self.requested_keep_steps(entry) == keep_steps:
                     return entry

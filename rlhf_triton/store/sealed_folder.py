@@ -11,6 +11,7 @@ from rlhf_triton.errors import reason_of
 from rlhf_triton.store.durable import numbers_in, remove_folder, sync_directory, write_folder, write_json
 
 STATE_FILE = "state.json"
+ASIDE_SUFFIX = ".set-aside"
 DIGEST = "digest"  # key of the digest of state.json's own content
 
 
@@ -48,9 +49,9 @@ def _write_state(folder: Path, state: Mapping[str, Any], files: Mapping[str, str
     write_json(folder / STATE_FILE, {**data, DIGEST: json_digest(data)}, durable=durable)
 
 
-def set_aside(folder: Path, name: str) -> Path:
-    """Rename a checkpoint, replacing an older one of that name; return the new path."""
-    aside = folder.with_name(name)
+def set_aside(folder: Path) -> Path:
+    """Rename a checkpoint to `<step>.set-aside`, replacing an older one of that name; return the new path."""
+    aside = folder.with_name(folder.name + ASIDE_SUFFIX)
     remove_folder(aside)
     folder.rename(aside)
     sync_directory(folder.parent)

@@ -142,7 +142,11 @@ class ServingRecords:
 
 
 def _is_alive(record: ServingRecord, silence_s: float) -> bool:
-    """Return whether an instance is alive whose record has been seen unchanged for `silence_s`."""
+    """Return whether an instance is alive, given that its record has not changed for `silence_s`.
+
+    A process of this place is looked up. An instance elsewhere, or a stopped process, counts as alive until its record
+    has not changed for REMOTE_SILENCE_S.
+    """
     if record.place == this_place():
         try:
             state, born = _process(record.pid)

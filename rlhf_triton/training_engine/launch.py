@@ -37,8 +37,8 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
         if started != ranks:
             raise RlhfError(f"{key} is {ranks}, but the launcher started {started} processes; make them equal")
         if FOLDER in os.environ:
-            goes_on = die_with_parent(int(os.environ[AGENT])) and AgentFolder(Path(os.environ[FOLDER])).enter()
-            if not goes_on:
+            has_agent = die_with_parent(int(os.environ[AGENT]))
+            if not has_agent or not AgentFolder(Path(os.environ[FOLDER])).enter():
                 sys.exit(0)
         if os.environ["RANK"] != "0":  # other ranks end when rank 0 does
             signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -52,6 +52,7 @@ class TrainedModel:
         ranks: AnyRanks = ALONE,
         *,
         section: str,
+        remedy: str,
         total_steps: int,
     ) -> None:
         """
@@ -59,6 +60,7 @@ class TrainedModel:
             model: prepared with `training_engine.preparation.prepare`, on its device, and sharded if there are several
                 ranks.
             section: key of `settings`.
+            remedy: how to get shorter rows, for the error if the GPU's memory is too small for a single row.
             total_steps: length of the learning-rate schedule.
 
         Raises:
@@ -77,8 +79,7 @@ class TrainedModel:
         self.memory = MemoryBudget(
             f"{section}.token_budget",
             settings.token_budget,
-            remedy="lower actor.generation.max_new_tokens"
-            + ("" if settings.gradient_checkpointing else f" or set {section}.gradient_checkpointing"),
+            remedy=remedy + ("" if settings.gradient_checkpointing else f" or set {section}.gradient_checkpointing"),
             alone=ranks.size == 1,
         )
         """Token budget of a micro-batch; halved when the GPU runs out of memory."""
@@ -232,27 +233,28 @@ class TrainedModel:
         """Load the trained weights that `save` wrote, without the optimizer; collective."""
         read_tensors(self.weights(), folder, self.ranks)
 
-    def changed(self, saved: Mapping[str, Any], folder: Path) -> list[str]:
-        """Return a text such as `trainer.optimizer.lr: was 0.1, now 0.2` for each setting that differs from `saved`.
+    def check_fixed(self, saved: Mapping[str, Any], folder: Path) -> None:
+        """Raise CheckpointError if a `Resume.FIXED` setting differs: the checkpoint in `folder` cannot be loaded.
 
-        Args:
-            saved: the `settings` of the checkpoint in `folder`.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be loaded because a `Resume.FIXED` setting differs.
+        `saved`: the checkpoint's `settings`.
         """
-        changes = []
-        for key, now in self.settings.items():
-            if (before := saved[key]) == now:
-                continue
+        for key in self._differing(saved):
             if self._marks.get(key) is Resume.FIXED:
                 raise CheckpointError(
-                    f"{folder} was saved with {key}: {before}, not {now}; restore it, or start a run in another folder "
-                    "(run.dir)"
+                    f"{folder} was saved with {key}: {saved[key]}, not {self.settings[key]}; restore it, or start a "
+                    "run in another folder (run.dir)"
                 )
-            rounding = " (rounding only)" if self._marks.get(key) is Resume.ROUNDING else ""
-            changes.append(f"{key}: was {before}, now {now}{rounding}")
-        return changes
+
+    def changes(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return a text such as `trainer.optimizer.lr: was 0.1, now 0.2` for each setting that differs from `saved`."""
+        return [
+            f"{key}: was {saved[key]}, now {self.settings[key]}"
+            + (" (rounding only)" if self._marks.get(key) is Resume.ROUNDING else "")
+            for key in self._differing(saved)
+        ]
+
+    def _differing(self, saved: Mapping[str, Any]) -> list[str]:
+        return [key for key, now in self.settings.items() if saved[key] != now]
 
 
 def operations(current: Callable[[], TrainedModel]) -> dict[str, Callable[..., object]]:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rlhf_triton.errors import reason_of
 from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.messages import BadMessages, with_arguments, without_nulls
 
@@ -72,6 +73,37 @@ def _parsed(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
+
+
+def render_row(
+    tokenizer: Any,
+    messages: Messages,
+    columns: Mapping[str, Any],
+    *,
+    owner: str,
+    name: str,
+    rejected: str,
+    generation_prompt: bool = True,
+) -> str:
+    """Return the conversation of a row as text, rendered with the row's own arguments for the template.
+
+    Args:
+        messages: from `plain_messages`.
+        columns: of the row, for `template_options`.
+        owner: see `render_chat`.
+        name: column or field of the messages, for error messages.
+        rejected: start of the message if the template raises an error.
+
+    Raises:
+        BadMessages: the row cannot be rendered; the message starts with the column.
+    """
+    options = template_options(tokenizer, columns)
+    try:
+        return render_chat(tokenizer, messages, options, owner=owner, generation_prompt=generation_prompt)
+    except BadMessages as error:
+        raise BadMessages(f"{name}{error}") from error
+    except Exception as error:  # the template is the checkpoint's own code and may raise any exception
+        raise BadMessages(f"{rejected}: {reason_of(error)}") from error
 
 
 def render_chat(

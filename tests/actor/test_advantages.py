@@ -15,7 +15,7 @@ from samples import advantage_inputs
 from rlhf_triton.actor.algorithms import advantages as adv
 from rlhf_triton.actor.algorithms.baselines import group_standardise, leave_one_out
 from rlhf_triton.config.algorithms import ALGORITHMS
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40)
@@ -129,7 +129,6 @@ def test_gae_and_masked_statistics_ignore_masked_values_row_order_and_padding(se
     close(adv.masked_whiten(others[0], others[2])[:, :width], adv.masked_whiten(values, mask)[order])
     for function in (adv.masked_sum, adv.masked_mean):
         close(function(others[0], others[2]), function(values, mask))
-    close(adv.explained_variance(*others), adv.explained_variance(values, rewards, mask))
 
 
 # ---- masked statistics ----
@@ -143,7 +142,7 @@ def test_masked_sum_mean_and_whiten_match_hand_computed_values():
     close(adv.masked_whiten(x, mask), f64([[-step, 0.0, 0.0], [step, 0.0, 0.0]]))
     x = f64([[1.0, math.nan, 3.0]])
     empty = f64([[0, 0, 0]])
-    assert adv.masked_mean(x, empty) == adv.explained_variance(x, x, empty) == 0
+    assert adv.masked_mean(x, empty) == 0
     assert adv.masked_whiten(x, empty).tolist() == [[0.0, 0.0, 0.0]]
     x = f64([[1.0, 3.0, 100.0]])
     weights = f64([[0.25, 0.5, 0.0]])
@@ -153,27 +152,11 @@ def test_masked_sum_mean_and_whiten_match_hand_computed_values():
 
 
 @pytest.mark.parametrize("value", [0.1, 117.3, -1234.5])
-def test_whitening_and_explained_variance_treat_rounding_noise_as_no_variance(value):
+def test_whitening_treats_rounding_noise_as_no_variance(value):
     x = torch.full((5, 7), value)
     for _ in range(2):
         assert (adv.masked_whiten(x, torch.ones(5, 7)) == 0).all()
-        assert adv.explained_variance(torch.randn(5, 7), x, torch.ones(5, 7)) == 0
         x[1, 2] = torch.nextafter(x[1, 2], torch.tensor(math.inf))
-
-
-@pytest.mark.parametrize(
-    ("values", "returns", "expected"),
-    [
-        ([1, 2, 3], [1, 2, 3], 1),
-        ([8, 9, 10], [1, 2, 3], 1),
-        ([4, 4, 4], [1, 2, 3], 0),
-        ([-1, -2, -3], [1, 2, 3], -3),  # the residual 2R has four times the variance
-        ([1, 2, 3], [4, 4, 4], 0),  # nothing to explain
-        ([1, 1, 3], [1, 2, 3], 2 / 3),  # residuals 0, 1, 0: 2/9 of 2/3
-    ],
-)
-def test_explained_variance_matches_hand_computed_values(values, returns, expected):
-    assert float(adv.explained_variance(f64([values]), f64([returns]), f64([[1, 1, 1]]))) == pytest.approx(expected)
 
 
 # ---- baselines of groups ----

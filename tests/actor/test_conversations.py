@@ -52,7 +52,8 @@ from rlhf_triton.actor.scoring.row_texts import RowText, tokens_at
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
-from rlhf_triton.rewards.function import Sample, load_function
+from rlhf_triton.rewards.function import load_function
+from rlhf_triton.rewards.sample import Sample
 
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
 

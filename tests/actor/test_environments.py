@@ -16,7 +16,7 @@ from openenv_server import OpenEnvServer
 
 from rlhf_triton.actor.environments.pool import EnvironmentFailed, Environments, StepResult
 from rlhf_triton.config.environment import EnvironmentSection
-from rlhf_triton.rewards.function import FunctionError
+from rlhf_triton.errors import FunctionError
 
 FILE = Path(environment_classes.__file__)
 LIMIT_S = 3.0

@@ -19,7 +19,7 @@ from rlhf_triton.actor.algorithms.losses import clipped
 from rlhf_triton.config.algorithms import DIVERGENCES, KL_ESTIMATORS, LOSSES
 from rlhf_triton.errors import NotFinite, RlhfError
 from rlhf_triton.models.logprobs import target_logprobs
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(2, 5), "width": st.integers(1, 6)}

@@ -19,7 +19,7 @@ from rlhf_triton.actor.algorithms.importance import importance_factors
 from rlhf_triton.actor.algorithms.inputs import ClipRange
 from rlhf_triton.actor.algorithms.kl import kl_loss
 from rlhf_triton.config.algorithms import ALGORITHMS, LOSSES
-from rlhf_triton.rewards.function import import_function
+from rlhf_triton.user_code import import_function
 
 GOLDEN = json.loads((Path(__file__).parent / "peers.json").read_text())
 INPUTS = {name: torch.tensor(values, dtype=torch.float64) for name, values in GOLDEN["inputs"].items()}

@@ -62,7 +62,7 @@ class TinyPolicy:
         self.settings = PolicySection(**settings)
         self.model = torch.nn.Linear(2, 2)
         self.trained = TrainedModel(
-            self.model, self.settings, OptimizerSection(), section="actor.policy", total_steps=0
+            self.model, self.settings, OptimizerSection(), section="actor.policy", remedy="none", total_steps=0
         )
         self.fingerprint = "of its start"
 

@@ -14,7 +14,9 @@ import transformers as hf
 from synthetic_run import write_run
 
 from rlhf_triton.models.modeling import load_critic, load_reward
-from rlhf_triton.rewards.function import Sample, checked, load_function
+from rlhf_triton.rewards.function import load_function
+from rlhf_triton.rewards.sample import Sample
+from rlhf_triton.rewards.scores import checked
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.report.data import load_run
 

@@ -23,20 +23,16 @@ from chat_server import ChatServer
 from tiny_tokenizers import make_text_tokenizer
 from triton_python_backend_utils import Request
 
-from rlhf_triton.errors import FunctionError
+from rlhf_triton.errors import BadScore, FunctionError
 from rlhf_triton.python_backend.serving.reward_mixture import weighted_sum
 from rlhf_triton.rewards import count
-from rlhf_triton.rewards.function import (
-    NOT_APPLICABLE,
-    BadScore,
-    Sample,
-    checked,
-    load_function,
-    take_counts,
-)
+from rlhf_triton.rewards.counters import take_counts
+from rlhf_triton.rewards.function import load_function
 from rlhf_triton.rewards.groups import group_key
 from rlhf_triton.rewards.judge import Judge
 from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from rlhf_triton.rewards.sample import Sample
+from rlhf_triton.rewards.scores import NOT_APPLICABLE, checked
 from rlhf_triton.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR, ContractError
 from rlhf_triton.workers import pool as workers_module
 
@@ -246,7 +242,7 @@ def test_workers_end_if_their_parent_is_killed(tmp_path):
     script = (
         "import sys, time\n"
         "from rlhf_triton.rewards.pool import FunctionCall, WorkerPool\n"
-        "from rlhf_triton.rewards.function import Sample\n"
+        "from rlhf_triton.rewards.sample import Sample\n"
         "pool = WorkerPool(FunctionCall(spec=sys.argv[1], timeout_s=600.0), num_workers=2)\n"
         "for action in ({'do': 'daemon', 'pid_file': sys.argv[2]}, {'do': 'loop'}):\n"
         "    pool.submit([[Sample('', [], action)]])\n"

@@ -16,7 +16,8 @@ from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.rewards import RewardTerm
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import without_effect
-from rlhf_triton.rewards.function import Sample, load_function
+from rlhf_triton.rewards.function import load_function
+from rlhf_triton.rewards.sample import Sample
 from rlhf_triton.tools.__main__ import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[2]

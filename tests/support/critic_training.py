@@ -67,7 +67,7 @@ def state(step, update):
         optimizer_step=update.trained.optimizer_step,
         version=step,
         epoch=1,
-        asked=False,
+        requested=False,
         settings=update.trained.settings,
         base_digest="a hash",
         results=[{"entry": "x"}],

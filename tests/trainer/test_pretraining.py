@@ -25,7 +25,7 @@ from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.weights import WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.critic_update import CriticUpdate, TrainingRow, split_rows
-from rlhf_triton.trainer.pretraining import explained_variance, pretrained
+from rlhf_triton.trainer.pretraining import explained_by, pretrained
 from rlhf_triton.trainer.publish import initialise_store, initialise_stores
 from rlhf_triton.trainer.training_set import packed, read_rows, rows_of_file, split
 from rlhf_triton.wire.contract import Limits
@@ -110,7 +110,7 @@ def test_pretraining_fits_the_returns_of_an_earlier_run(root, tmp_path):
     assert (line["pretrain/rows"], line["pretrain/held_out_rows"]) == (len(training), len(held_out))
     assert line["pretrain/optimizer_steps"] == 3 * -(-len(training) // TRAINING["global_batch_size"])
     for folder, key in ((root / "critic", "explained_variance_before"), (store.folder(0), "explained_variance")):
-        assert line[f"pretrain/{key}"] == pytest.approx(explained_variance(load_critic(folder), held_out, 64), abs=1e-4)
+        assert line[f"pretrain/{key}"] == pytest.approx(explained_by(load_critic(folder), held_out, 64), abs=1e-4)
     assert line["pretrain/explained_variance_before"] < 0.05
     assert line["pretrain/explained_variance"] > 0.5
 
@@ -166,9 +166,9 @@ def test_pretraining_explained_variance_matches_hand_computed_values():
         return TrainingRow(np.zeros(4, np.int64), np.array([99, *returns], np.float32), mask, mask)
 
     # Values are 1 and 2; errors are 0, 0, 1, -1, so that 1 - 0.5 / 0.5 = 0.
-    assert explained_variance(Values(), [row(1, 2), row(2, 1)], 100) == pytest.approx(1 - 0.5 / 0.25)
-    assert explained_variance(Values(), [row(1, 2), row(3, 4)], 4) == pytest.approx(1 - 1 / 1.25)
-    assert explained_variance(Values(), [row(3, 3)], 4) == 0
+    assert explained_by(Values(), [row(1, 2), row(2, 1)], 100) == pytest.approx(1 - 0.5 / 0.25)
+    assert explained_by(Values(), [row(1, 2), row(3, 4)], 4) == pytest.approx(1 - 1 / 1.25)
+    assert explained_by(Values(), [row(3, 3)], 4) == 0
 
 
 # ---- exactly once ----

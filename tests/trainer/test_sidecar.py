@@ -68,7 +68,7 @@ def test_save_waits_for_its_step_and_prunes_covered_entries(rig):
     assert [rig.answer(entry).weights_version for entry in entries] == [2, 2, 3]
     assert rig.checkpoints.steps() == [2]
     state = rig.checkpoints.state(2)
-    assert (state.step, state.asked, state.version) == (2, True, 2)
+    assert (state.step, state.requested, state.version) == (2, True, 2)
     assert [result["digest"] for result in state.results] == [payload(1).digest(), payload(2).digest()]
     assert [entry.name for entry in rig.journal.entries()] == ["00000003.train"]  # what is covered is gone
 
@@ -323,7 +323,8 @@ def test_batches_skipped_for_memory_are_skipped_in_a_replay(rig, straight, gpu, 
     first, second, third = rig.train(1, 2, 3)
     assert (first.error, second.weights_version, second.loss_mean) == (None, 1, None)
     assert "CUDA out of memory" in str(second.error)
-    assert "lower actor.generation.max_new_tokens or set trainer.gradient_checkpointing" in str(second.error)
+    remedy = "train on shorter rows (of an actor: lower actor.generation.max_new_tokens)"
+    assert f"; {remedy} or set trainer.gradient_checkpointing" in str(second.error)
     assert (third.error, third.weights_version) == (None, 2)
     served = rig.weights()
     rig.kill()

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -39,11 +39,12 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import disk_errors, refusal
 from rlhf_triton.store.journal import Entry, Journal, Result
 from rlhf_triton.store.ownership import Sender
-from rlhf_triton.store.sealed_folder import verify_folder
+from rlhf_triton.store.sealed_folder import replace_state, verify_folder
 from rlhf_triton.store.weights import Origin, WeightsError, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder
 from rlhf_triton.trainer.disk_retry import until_done
-from rlhf_triton.trainer.publish import copy_checkpoint
+from rlhf_triton.trainer.progress import SidecarProgress
+from rlhf_triton.trainer.publish import VersionRejected, copy_checkpoint
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 WRITES = [
@@ -96,7 +97,7 @@ class Disturbed(RuleBasedStateMachine):
         for owner, name in self.armed:
             self.patch.setattr(owner, name, self.failing(owner, name))
         self.step = 0
-        self.asked = set()
+        self.requested = set()
         self.trained = []
         self.published = [0]  # the step of each version
 
@@ -170,10 +171,10 @@ class Disturbed(RuleBasedStateMachine):
         step = self.step - late
         if step not in self.reachable() or step == 0:
             step = self.step
-        keep_steps = sorted({*self.asked, step} if keep else {step})
+        keep_steps = sorted({*self.requested, step} if keep else {step})
         entry = self.rig.journal.accept_save(run_id="run", step=step, keep_steps=keep_steps)
         assert self.answer(entry) == Result(entry=entry.name, weights_version=len(self.published) - 1)
-        self.asked = {asked for asked in self.asked if asked > step or keep} | {step}
+        self.requested = {kept for kept in self.requested if kept > step or keep} | {step}
 
     @rule(chosen=st.integers(0, 9))
     def rewind(self, chosen):
@@ -188,14 +189,14 @@ class Disturbed(RuleBasedStateMachine):
             assert new >= 1 if self.killed else new == 1
         self.published += [target] * new
         self.step = target
-        self.asked = {asked for asked in {*self.asked, target} if 0 < asked <= target}
+        self.requested = {kept for kept in {*self.requested, target} if 0 < kept <= target}
         assert self.rig.journal.last_step() == target
 
     @rule(damage=st.sampled_from([None, *DAMAGE]))
     def restart(self, damage):
         self.stop()
         newest = self.rig.checkpoints.root / str(self.step)  # missing if it was killed, and stopped before its replay
-        if damage and self.step > max(self.asked, default=0) and newest.is_dir():  # the journal has all steps since
+        if damage and self.step > max(self.requested, default=0) and newest.is_dir():  # the journal has all steps since
             name, change = damage
             change(newest / name)
         self.rig.start()
@@ -206,8 +207,8 @@ class Disturbed(RuleBasedStateMachine):
 
     def reachable(self):
         """Return the steps to which a rewind is possible."""
-        newest = max(self.asked, default=0)  # a run that has saved a checkpoint is not begun anew
-        return sorted({*self.asked, *range(newest, self.step + 1)})
+        newest = max(self.requested, default=0)  # a run that has saved a checkpoint is not begun anew
+        return sorted({*self.requested, *range(newest, self.step + 1)})
 
     def teardown(self):
         try:
@@ -216,14 +217,14 @@ class Disturbed(RuleBasedStateMachine):
             lines = [line["step"] for line in rig.metrics()]
             assert served == sorted(set(served))
             assert rig.store.versions()[-1] == rig.store.current() == served[-1] == versions[-1]
-            assert self.asked <= {*rig.checkpoints.steps()}
+            assert self.requested <= {*rig.checkpoints.steps()}
             if self.killed:
                 assert Counter(lines) <= Counter(self.trained)  # a replay is no second update
             else:
                 assert rig.store.versions() == served == versions
                 assert [rig.store.manifest(version).step for version in versions] == self.published
-                assert rig.checkpoints.steps() == sorted({*self.asked, self.step} - {0})
-                kept = range(max(self.asked, default=0) + 1, self.step + 1)
+                assert rig.checkpoints.steps() == sorted({*self.requested, self.step} - {0})
+                kept = range(max(self.requested, default=0) + 1, self.step + 1)
                 assert rig.journal.entries() == [Entry(step, 0, "train") for step in kept]
                 assert lines == self.trained
         finally:
@@ -321,6 +322,20 @@ def test_entries_beyond_the_rewind_limit_are_pruned(make, monkeypatch):
     assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: there are checkpoints of steps 1, 5"
 
 
+@pytest.mark.parametrize("requested", [True, False])
+def test_checkpoint_of_0_1_0_is_read_with_its_mark(make, straight, requested):
+    rig = make(checkpoint_every=1).begin()
+    rig.train(1)
+    if requested:
+        rig.save()
+    rig.stop()
+    state = asdict(rig.checkpoints.state(1))
+    replace_state(rig.checkpoints.root / "1", {**state, "asked": state.pop("requested")})
+    assert rig.checkpoints.requested_steps() == [1] * requested
+    rig.start().train(2)
+    assert torch.equal(rig.weights(), straight.weights(2))
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_save_fails_and_removes_nothing_while_its_version_is_rejected(make, straight, every):
     rig = make(publish={"every": every}).begin()
@@ -374,6 +389,17 @@ def test_lost_results_are_restored_from_the_checkpoint(rig, straight, running):
     rig.start()
     wait_for(lambda: rig.journal.last_step() == 2)
     assert rig.train(3)[0].error is None  # and not: "send step 1 first"
+    assert torch.equal(rig.weights(), straight.weights(3))
+
+
+def test_lost_results_beside_a_damaged_checkpoint_fail_only_their_callers(rig, straight):
+    rig.train(1, 2)
+    rig.save()
+    shutil.rmtree(rig.journal.root / "run" / "results")
+    flip(rig.checkpoints.root / "2" / "state.json")
+    for step in (1, 2):
+        assert f"step {step} was sent again after its result was lost" in str(rig.answer(rig.send(step)).error)
+    assert rig.train(3)[0].error is None
     assert torch.equal(rig.weights(), straight.weights(3))
 
 
@@ -469,12 +495,14 @@ def test_sidecar_retrains_from_the_checkpoint_before_damaged_ones(make, straight
     (rig.config.run.dir / "kept").rename(rig.checkpoints.root / "2")
     for step in (2, 3):
         flip(rig.checkpoints.root / str(step) / SHARD)
+    (rig.checkpoints.root / "damaged-9").mkdir()  # which 0.1.0 has set aside
     rig.start().train(4)
     assert torch.equal(rig.weights(), straight.weights(4))
     assert sum("training is repeated from step 1" in warning for warning in warnings(caplog)) == 2
     rig.stop()
     assert rig.checkpoints.steps() == [1, 4]
-    assert len(list(rig.checkpoints.root.glob("damaged-*"))) == 1  # as many as set
+    assert [*rig.checkpoints.root.glob("damaged-*")] == []
+    assert len(list(rig.checkpoints.root.glob("*.set-aside"))) == 1  # as many as set
 
 
 def test_folder_that_is_not_a_checkpoint_is_set_aside(make, straight):
@@ -485,8 +513,24 @@ def test_folder_that_is_not_a_checkpoint_is_set_aside(make, straight):
     (rig.checkpoints.root / "2" / SHARD).write_bytes(b"what is this")
     rig.start().train(1, 2, 3)
     assert verify_folder(rig.checkpoints.root / "2")["step"] == 2
-    assert (rig.checkpoints.root / "damaged-2" / SHARD).is_file()
+    assert (rig.checkpoints.root / "2.set-aside" / SHARD).is_file()
     assert torch.equal(rig.weights(), straight.weights(3))
+
+
+def test_save_recomputes_a_damaged_checkpoint_or_returns_the_error(make, straight):
+    rig = make(checkpoint_every=2).begin()
+    rig.train(1, 2, 3)
+    flip(rig.checkpoints.root / "2" / "state.json")
+    assert rig.save(2).error is None
+    assert verify_folder(rig.checkpoints.root / "2")["requested"]
+    rig.train(4)
+    assert torch.equal(rig.weights(), straight.weights(4))
+    flip(rig.checkpoints.root / "2" / "state.json")
+    error = str(rig.save(2).error)
+    assert error.startswith("step: 2 cannot be reached: ")
+    assert "because the journal no longer has step 1" in error
+    rig.train(5)
+    assert torch.equal(rig.weights(), straight.weights(5))
 
 
 def test_missing_or_damaged_last_checkpoint_stops_the_sidecar_until_repaired(rig):
@@ -682,6 +726,56 @@ def test_curable_disk_errors_are_retried_and_reported(caplog):
     assert len(refusals(caplog)) == 1
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         patient("reading")
+
+
+class RetryClock:
+    """A clock that work and the pauses between retries advance: stands in for `time` and for the stop event."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    time = monotonic
+
+    def wait(self, seconds):
+        self.now += seconds
+        return False
+
+
+def test_sidecar_stays_blocked_while_a_retry_is_at_work(make, monkeypatch):
+    """A write that takes longer than the pauses before it meets the full disk: most of the time it is at work."""
+    rig = make()
+    rig.journal.root.mkdir(parents=True)
+    clock = RetryClock()
+    monkeypatch.setattr("rlhf_triton.trainer.progress.time", clock)
+    progress = SidecarProgress(rig.config, rig.journal, epoch=1, stop=clock)
+    attempts = iter([FULL, FULL, FULL, None])
+    shown = []
+
+    def write():
+        for _ in range(30):
+            clock.now += 1.0
+            progress.renew_heartbeat("writing")
+            shown.append(rig.journal.heartbeat().trouble)
+        if error := next(attempts):
+            raise error
+
+    progress.persist("writing", write)
+    assert shown == [None] * 30 + ["No space left on device"] * 90
+    progress.renew_heartbeat("idle")
+    assert rig.journal.heartbeat().trouble is None
+    with pytest.raises(VersionRejected):
+        progress.persist("publishing", functools.partial(blocked_and_refused, progress))
+    clock.now += 1.0
+    progress.renew_heartbeat("idle")
+    assert rig.journal.heartbeat().trouble is None
+
+
+def blocked_and_refused(progress):
+    progress.show_block("waiting", "a server is unreachable")
+    raise VersionRejected("it looks odd")
 
 
 def test_safetensors_disk_errors_become_os_errors(tmp_path):

@@ -54,7 +54,7 @@ def linear(seed=0, **settings):
         **{**rates, **{k: v for k, v in settings.items() if k in OptimizerSection.model_fields}}
     )
     section = TrainedSection(**{k: v for k, v in settings.items() if k in TrainedSection.model_fields})
-    return TrainedModel(nn.Linear(3, 2), section, optimizer, section="trainer", total_steps=9)
+    return TrainedModel(nn.Linear(3, 2), section, optimizer, section="trainer", remedy="none", total_steps=9)
 
 
 def train(trained, steps):
@@ -113,12 +113,14 @@ def test_accumulate_gives_the_same_gradients_for_any_token_budget():
 def test_resume_lists_changed_settings_and_refuses_fixed_ones(setting, value, changed):
     saved = linear().settings
     trained = linear(**{setting: value})
-    assert linear().changed(saved, Path("5")) == []
+    linear().check_fixed(saved, Path("5"))
+    assert linear().changes(saved) == []
     if changed is None:
         with pytest.raises(CheckpointError, match=rf"^5 was saved with trainer\.{setting}: .*; restore it"):
-            trained.changed(saved, Path("5"))
+            trained.check_fixed(saved, Path("5"))
     else:
-        assert trained.changed(saved, Path("5")) == [changed]
+        trained.check_fixed(saved, Path("5"))
+        assert trained.changes(saved) == [changed]
 
 
 def rate_of(actor, step):

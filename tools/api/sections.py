@@ -17,11 +17,11 @@ from rlhf_triton.config.loading import parse_config
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import RlhfError, reason_of
-from rlhf_triton.rewards.function import FILE_SPEC, MODULE_SPEC, with_absolute_path
 from rlhf_triton.store.durable import is_locked, replace_file
 from rlhf_triton.store.run_lock import read_phase
 from rlhf_triton.tools.api.functions import function_spec
 from rlhf_triton.tools.server.ports import PORT_KEYS
+from rlhf_triton.user_code import FILE_SPEC, MODULE_SPEC, with_absolute_path
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 PROMPT_FORMS = "texts, chats, dictionaries, a data set or a file"

@@ -20,7 +20,7 @@ from rlhf_triton.checkpoints.tokenization import (
     special_tokens_in,
 )
 from rlhf_triton.config.run_config import RunConfig
-from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY
 from rlhf_triton.tools.checks.findings import Finding, warning
 from rlhf_triton.tools.checks.special_tokens import QUESTION, rendered_exchange
 from rlhf_triton.wire.chats import (

@@ -16,7 +16,7 @@ from rlhf_triton.config.required_files import has_chat_template
 from rlhf_triton.config.rewards import text_parameters
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY
 from rlhf_triton.tools.checks.special_tokens import template_problem
 from rlhf_triton.tools.served_rewards import reward_parameters
 from rlhf_triton.wire.contract import ContractError, Limits

@@ -17,8 +17,9 @@ from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.config.run_config import ConfigError
-from rlhf_triton.rewards.function import MESSAGES_KEY, PROMPT_KEY, FunctionError, Sample
+from rlhf_triton.errors import FunctionError
 from rlhf_triton.rewards.pool import FunctionCall, WorkerPool
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, Sample
 from rlhf_triton.tools.checks.findings import Finding, failed, warning
 from rlhf_triton.tools.checks.prompt_rows import CheckedRun, check_rendering, row_texts
 

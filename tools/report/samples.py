@@ -13,7 +13,7 @@ from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.checkpoints.tokenization import load_tokenizer
 from rlhf_triton.config.sections import RunSection
 from rlhf_triton.errors import REPORTED, reason_of
-from rlhf_triton.rewards.function import MESSAGES_KEY
+from rlhf_triton.rewards.sample import MESSAGES_KEY
 from rlhf_triton.tools.report.data import RunRecord
 
 # Bounds of the page.

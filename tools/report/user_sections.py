@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_triton.rewards.function import describe, load_function
+from rlhf_triton.rewards.function import load_function
+from rlhf_triton.user_code import describe
 
 
 @dataclass(frozen=True, kw_only=True)
