@@ -7,7 +7,7 @@ import json
 import re
 import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
@@ -47,23 +47,29 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
 
     async def answer(api: ChatApi, request: Request) -> Response:
         name = _name(request)
-        agent_request = await in_thread(request, api.read, await read_json(request), max_tokens)
+        # A client that leaves takes its call out of the queue of the thread for large bodies.
+        return await while_connected(request, reply(api, request, name, await read_json(request)))
+
+    async def reply(api: ChatApi, request: Request, name: str, body: Any) -> Response:
+        agent_request = await in_thread(request, api.read, body, max_tokens)
+        del body  # the policy may sample for minutes
         with sessions.calling(name) as session:
-            call, token_limit = await in_thread(request, session.begin, agent_request.messages, agent_request.tools)
+            call = await in_thread(request, session.call, agent_request.messages, agent_request.tools)
+            token_limit = session.begin(call)
             try:
                 prompt = call.tokens
                 sampling = dataclasses.replace(
                     agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)
                 )
-                sampled = await while_connected(request, sampler.sample(name, prompt, sampling))
-                reply = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
-                session.record(call, sampled, reply.message)
+                sampled = await sampler.sample(name, prompt, sampling)
+                answered = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
+                session.record(call, sampled, answered.message)
             finally:
                 session.forget(call)
-        body = api.body(reply, agent_request)
+        data = api.body(answered, agent_request)
         if agent_request.stream:
-            return Response("".join(api.events(body, agent_request)), media_type="text/event-stream")
-        return JSONResponse(body)
+            return Response("".join(api.events(data, agent_request)), media_type="text/event-stream")
+        return JSONResponse(data)
 
     async def models(request: Request) -> Response:
         """List the policy as the only model."""

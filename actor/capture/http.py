@@ -25,6 +25,7 @@ HEADERS = {
     HTTPStatus.SERVICE_UNAVAILABLE: {"retry-after": "1"},
     HTTPStatus.UNAUTHORIZED: {"www-authenticate": "Bearer"},
 }
+DISCONNECTED = "the client has disconnected, so its request was cancelled"
 LARGE_BODY_BYTES = 100_000
 # What large bodies need has one thread: the others stay free for small ones, and each thread keeps the memory that it
 # has freed, which is hundreds of megabytes after a million tokens.
@@ -61,7 +62,10 @@ async def refused(request: Request, error: Exception) -> JSONResponse:
 
 
 async def in_thread(request: Request, function: Callable[..., T], *args: Any) -> T:
-    """Return `function(*args)`, called in a thread, because what is made of a large body may take seconds."""
+    """Return `function(*args)`, called in a thread, because what is made of a large body may take seconds.
+
+    If the request is cancelled before a thread was free, the function is not called.
+    """
     is_large = int(request.headers.get("content-length", LARGE_BODY_BYTES)) >= LARGE_BODY_BYTES
     return await asyncio.get_running_loop().run_in_executor(_large_bodies if is_large else None, function, *args)
 
@@ -78,7 +82,9 @@ async def read_json(request: Request) -> Any:
         return value
 
     try:
-        body = await in_thread(request, parsed, b"".join([chunk async for chunk in request.stream()]))
+        body = await while_connected(
+            request, in_thread(request, parsed, b"".join([chunk async for chunk in request.stream()]))
+        )
     except (ValueError, RecursionError) as error:
         raise HttpError(400, f"body: must be JSON in UTF-8, but {error}") from error
     if (release := request.scope.get(RELEASE)) is not None:
@@ -98,7 +104,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HttpError(408, "the client has disconnected, so its request was cancelled")
+            raise HttpError(408, DISCONNECTED)
         return task.result()
     finally:
         for pending in tasks:

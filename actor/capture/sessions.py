@@ -8,7 +8,6 @@ import itertools
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,14 +137,14 @@ class Session:
         self._tokenizer = tokenizer
         self._limits = limits
         self._ends: dict[str, PolicyCall] = {}  # calls by the digest of their conversation, reply included
-        self._counting = threading.Lock()
         self._begun: dict[PolicyCall, int] = {}  # calls in flight, and how many tokens they add to the rows at least
         self._leaves: dict[PolicyCall, None] = {}  # calls that no later call extends, in order
 
-    def begin(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall, int]:
-        """Return a call that continues the longest recorded prefix of `messages`, and its reply's token limit.
+    def call(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> PolicyCall:
+        """Return a call that continues the longest recorded prefix of `messages`.
 
-        Raises HttpError if the session has reached a limit, TemplateError if the messages cannot be rendered.
+        Changes nothing, so that a thread whose result nobody waits for leaves nothing behind. Raises HttpError if the
+        session has had all its calls, TemplateError if the messages cannot be rendered.
         """
         if len(self.calls) + self.in_flight > self._limits.calls:
             self.limit = "max_turns"
@@ -168,28 +167,29 @@ class Session:
             num_known = 0
             before = encode_bare_text(self._tokenizer, chat.prompt(messages))
         options = chat.options if parent is None else parent.options  # equal, but kept once
-        call = PolicyCall(
+        return PolicyCall(
             parent=parent, messages=messages[num_known:], before=before, digest=digests[-1], options=options
         )
-        with self._counting:
-            num_new = self._num_added(call, self._begun)
-            num_earlier = self.num_tokens + sum(self._begun.values())
-            num_left = self._limits.tokens - num_earlier - num_new
-            if num_left < 1:
-                self.limit = "max_tokens"
-                raise HttpError(
-                    400,
-                    f"messages: {num_new} tokens after the {num_earlier} of the session's rows so far leave no room "
-                    f"for a reply within {self._limits.tokens} (environment.max_tokens in a run): end the session",
-                    "messages",
-                )
-            self._begun[call] = num_new
-        return call, num_left
+
+    def begin(self, call: PolicyCall) -> int:
+        """Count a call as in flight; return its reply's token limit. Raises HttpError if no token is left for it."""
+        num_new = self._num_added(call, self._begun)
+        num_earlier = self.num_tokens + sum(self._begun.values())
+        num_left = self._limits.tokens - num_earlier - num_new
+        if num_left < 1:
+            self.limit = "max_tokens"
+            raise HttpError(
+                400,
+                f"messages: {num_new} tokens after the {num_earlier} of the session's rows so far leave no room "
+                f"for a reply within {self._limits.tokens} (environment.max_tokens in a run): end the session",
+                "messages",
+            )
+        self._begun[call] = num_new
+        return num_left
 
     def forget(self, call: PolicyCall) -> None:
         """Stop counting a call as in flight."""
-        with self._counting:
-            self._begun.pop(call, None)
+        self._begun.pop(call, None)
 
     def record(self, call: PolicyCall, sampled: PolicyTurn, reply: ChatMessage) -> None:
         """Record a call with its reply. Raises HttpError if the session has ended meanwhile."""

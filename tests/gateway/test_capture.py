@@ -441,26 +441,44 @@ async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
 
 
 async def test_large_contexts_leave_threads_for_other_agents(monkeypatch):
-    """Each takes seconds to tokenise, and all requests share one pool of at most 32 threads."""
-    begin = Session.begin
-    started = threading.Event()
+    """Each takes seconds to tokenise, and all requests share one pool of at most 32 threads.
+
+    Agents that leave take theirs out of the queue.
+    """
+    call = Session.call
     tokenised = threading.Event()
+    names = []
 
     def slow(session, messages, tools):
-        started.set()
+        names.append(session.name)
         assert session.name == "small" or tokenised.wait(60)
-        return begin(session, messages, tools)
+        return call(session, messages, tools)
 
-    monkeypatch.setattr(Session, "begin", slow)
+    def num_requests():
+        return sum("run_asgi" in str(task.get_coro()) for task in asyncio.all_tasks())
+
+    monkeypatch.setattr(Session, "call", slow)
     async with scripted_gateway(ScriptedSampler()) as (caller, _):
         body = {"messages": [USER], "metadata": "x" * 100_000}
-        calls = [asyncio.create_task(caller.post(f"/sessions/{i}{CHAT}", body)) for i in range(40)]
-        await until(started.is_set)
+
+        def start(numbers):
+            return [asyncio.create_task(caller.post(f"/sessions/{i}{CHAT}", body)) for i in numbers]
+
+        calls = start(range(20))
+        await until(lambda: names)
+        calls += start(range(20, 40))  # which are not even parsed
+        await until(lambda: num_requests() == 40)
         try:
             await asyncio.wait_for(say(caller, "small", [USER]), 30)
+            stay = int(names[0])
+            for i, left in enumerate(calls):
+                if i != stay:
+                    left.cancel()
+            await asyncio.wait_for(until(lambda: num_requests() == 1), 30)
         finally:
             tokenised.set()
-        assert {status for status, _ in await asyncio.gather(*calls)} == {200}
+        assert (await calls[stay])[0] == 200
+        assert names == [str(stay), "small"]
 
 
 async def test_rows_are_built_and_exported_off_the_event_loop(monkeypatch, tmp_path):

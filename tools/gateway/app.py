@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rlhf_triton.actor.capture.http import RELEASE, HttpError, refused
+from rlhf_triton.actor.capture.http import DISCONNECTED, RELEASE, HttpError, refused
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.reward_source import RewardSource, Room
 from rlhf_triton.errors import RlhfError
@@ -35,7 +35,6 @@ NO_KEY = "no valid key: send `Authorization: Bearer KEY`, or put the key into th
 DEADLINE_S = 60.0  # for the rewards of a row, retries included
 BODY_S = 30.0  # for a body to arrive
 SMALL_BODY_BYTES = 65_536
-RELEASE_S = 2.0  # after a request with a large body has ended
 COLLECTED_BYTES = 1_000_000  # after a larger body memory is released, which takes some 50 ms
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
@@ -112,7 +111,6 @@ class RequestGuard:
         self._key = key
         self._room = Room(MAX_BODY_BYTES)
         self._arriving: dict[contextlib.AsyncExitStack, int] = {}  # number of bytes of each incomplete large body
-        self._release: asyncio.TimerHandle | None = None
         self._beyond = asyncio.Lock()  # held by the incomplete body that may exceed the limit: one can always complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,9 +139,6 @@ class RequestGuard:
             if is_open or error.status != 413:  # clients read 413 after the whole body
                 reply.headers["connection"] = "close"
             await reply(scope, receive, send)
-        finally:
-            if size > COLLECTED_BYTES:  # it may have ended before its body was read
-                self._release_later()
 
     async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:
         """Return the body. Raises HttpError if it is late or exceeds a limit; `size`: as the client declares it."""
@@ -170,6 +165,8 @@ class RequestGuard:
                 message = await asyncio.wait_for(receive(), deadline - clock())
             except asyncio.TimeoutError as error:
                 raise HttpError(408, f"the body did not arrive within {BODY_S:g} s") from error
+            if message["type"] == "http.disconnect":
+                raise HttpError(408, DISCONNECTED)
             body += message.get("body", b"")
             more = message.get("more_body", False)
             if max(size, len(body)) > limit:
@@ -186,16 +183,6 @@ class RequestGuard:
                     arriving.callback(self._arriving.pop, arriving, None)
                 self._arriving[arriving] = len(body)
         return body
-
-    def _release_later(self) -> None:
-        """Release memory when the connections that end now have ended, once for all of them."""
-        if self._release is None:
-            loop = asyncio.get_running_loop()
-            self._release = loop.call_later(RELEASE_S, self._release_now)
-
-    def _release_now(self) -> None:
-        self._release = None
-        asyncio.get_running_loop().run_in_executor(None, _release_memory)
 
 
 def _release_memory() -> None:
