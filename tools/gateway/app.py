@@ -35,7 +35,8 @@ NO_KEY = "no valid key: send `Authorization: Bearer KEY`, or put the key into th
 DEADLINE_S = 60.0  # for the rewards of a row, retries included
 BODY_S = 30.0  # for a body to arrive
 SMALL_BODY_BYTES = 65_536
-COLLECTED_BYTES = 1_000_000  # after a larger body memory is released, which takes some 50 ms
+RELEASE_S = 1.0  # between two releases of memory
+COLLECTED_BYTES = 1_000_000  # after a larger body memory is released
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
 SESSIONS = "/sessions/"
@@ -111,6 +112,8 @@ class RequestGuard:
         self._key = key
         self._room = Room(MAX_BODY_BYTES)
         self._arriving: dict[contextlib.AsyncExitStack, int] = {}  # number of bytes of each incomplete large body
+        self._release: asyncio.Task[None] | None = None
+        self._has_ended = False  # a large body, since memory was last released
         self._beyond = asyncio.Lock()  # held by the incomplete body that may exceed the limit: one can always complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,6 +142,9 @@ class RequestGuard:
             if is_open or error.status != 413:  # clients read 413 after the whole body
                 reply.headers["connection"] = "close"
             await reply(scope, receive, send)
+        finally:
+            if size > COLLECTED_BYTES:  # it may have ended before its body was read
+                self._release_later()
 
     async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:
         """Return the body. Raises HttpError if it is late or exceeds a limit; `size`: as the client declares it."""
@@ -147,7 +153,7 @@ class RequestGuard:
             if len(body) > SMALL_BODY_BYTES:
                 await reserved.enter_async_context(self._room.reserved(len(body)))
             if len(body) > COLLECTED_BYTES:
-                reserved.push_async_callback(asyncio.to_thread, _release_memory)
+                reserved.callback(self._release_later)
         if _num_items(body) > MAX_ITEMS:
             raise HttpError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
         return bytes(body)
@@ -183,6 +189,19 @@ class RequestGuard:
                     arriving.callback(self._arriving.pop, arriving, None)
                 self._arriving[arriving] = len(body)
         return body
+
+    def _release_later(self) -> None:
+        """Release memory soon, once for all large bodies that end meanwhile: with many in memory it takes seconds."""
+        self._has_ended = True
+        if self._release is None:
+            self._release = asyncio.ensure_future(self._release_while_bodies_end())
+
+    async def _release_while_bodies_end(self) -> None:
+        while self._has_ended:
+            await asyncio.sleep(RELEASE_S)
+            self._has_ended = False
+            await asyncio.to_thread(_release_memory)
+        self._release = None
 
 
 def _release_memory() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -114,6 +115,7 @@ async def serve(config: RunConfig) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles them, and raises them again when it has stopped
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+        gc.freeze()  # so that `gc.collect` in the application passes over the libraries' objects
         bound = listening_socket(settings, server.config.backlog)  # clients can connect as soon as the line is printed
         say(f"gateway: http://{settings.host}:{bound.getsockname()[1]}, {', '.join(sources)}")
         await server.serve([bound])
