@@ -16,11 +16,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
-from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
+from rlhf_triton.checkpoints.language_models import check_tensors
 from rlhf_triton.checkpoints.row_length import fix_forward, max_positions, stable_length
 from rlhf_triton.config.actor import PolicySection
 from rlhf_triton.models.precision import computing, use_bfloat16
 from rlhf_triton.models.sharded_tensors import whole
+from rlhf_triton.models.transformers_classes import creating_model
 from rlhf_triton.training_engine import preparation
 from rlhf_triton.training_engine.ranks import AnyRanks, Ranks
 from rlhf_triton.training_engine.sharding import copy_with_empty_weights, is_sharded, shard
@@ -129,7 +130,7 @@ class PolicyModels:
 
 def empty_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Return the causal LM of a folder's config.json, without weights (on the meta device). Raises CheckpointError."""
-    with as_checkpoint_error(folder), torch.device("meta"):
+    with creating_model(folder), torch.device("meta"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
@@ -153,7 +154,7 @@ def load_model(settings: PolicySection, *, as_stored: bool = False) -> Any:
     """
 
     def load(dtype: torch.dtype) -> Any:
-        with as_checkpoint_error(settings.model):
+        with creating_model(settings.model):
             model, report = AutoModelForCausalLM.from_pretrained(
                 str(settings.model),
                 dtype=dtype,

@@ -27,7 +27,7 @@ from rlhf_triton.checkpoints.inspection import (
     inspect_checkpoint,
     read_config,
 )
-from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_tensors
+from rlhf_triton.checkpoints.language_models import check_tensors
 from rlhf_triton.checkpoints.row_length import fix_forward, stable_length
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
 from rlhf_triton.models.heads import ModelHead, linear
@@ -35,6 +35,7 @@ from rlhf_triton.models.mapped_tensors import check_finite, stored_tensors
 from rlhf_triton.models.stored_heads import read_head
 from rlhf_triton.models.token_head import measure_causality
 from rlhf_triton.models.transformers_classes import (
+    creating_model,
     empty_model,
     empty_model_of,
     model_config,
@@ -206,7 +207,7 @@ def _from_pretrained(
 ) -> tuple[Any, Any]:
     """Load the tensors with transformers; return the model and transformers' report of missing and unused tensors."""
     try:
-        with as_checkpoint_error(info.folder):
+        with creating_model(info.folder):
             if group is None:
                 return kind.from_pretrained(None, output_loading_info=True, state_dict=tensors, **settings)
             check_tensor_parallel(info.folder, group.size)

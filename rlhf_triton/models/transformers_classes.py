@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +23,7 @@ from rlhf_triton.checkpoints.inspection import (
     read_config,
     refused_key,
 )
-from rlhf_triton.checkpoints.language_models import check_family
+from rlhf_triton.checkpoints.language_models import as_checkpoint_error, check_family
 from rlhf_triton.errors import reason_of
 from rlhf_triton.models.heads import ModelHead
 
@@ -32,6 +35,18 @@ NOT_FORMULA = {  # keys of config.json about transformers' kernels and return va
 }
 OWN_PATHS: dict[Any, str] = {}  # transformers class -> path of its head
 T = TypeVar("T")
+_creating = threading.RLock()
+
+
+@contextlib.contextmanager
+def creating_model(folder: Path) -> Iterator[None]:
+    """Create a model from `folder` with transformers: one thread at a time; errors as in `as_checkpoint_error`.
+
+    transformers replaces its function that ties weights, and torch's default dtype, while it creates a model. If two
+    threads did so at once, they could stay replaced, and later models of the process would be other ones.
+    """
+    with _creating, as_checkpoint_error(folder):
+        yield
 
 
 def model_config(info: CheckpointInfo, num_labels: int) -> Any:

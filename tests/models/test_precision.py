@@ -1,6 +1,7 @@
 """Policies and the served reference: the effects of bfloat16, merged weights, and rows up to the last position."""
 
 import copy
+import threading
 import weakref
 
 import numpy as np
@@ -12,9 +13,11 @@ from safetensors.torch import load_file
 from samples import logprobs_of, tokens_of
 from settings import actor_section
 from tiny_checkpoints import POSITIONS, save_tiny
+from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import rows_of
+from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.models.adapters import MergedWeights
@@ -189,6 +192,38 @@ def test_saved_lora_policy_equals_the_merge_of_peft_tensor_by_tensor(tmp_path, m
     assert "merged.safetensors" not in {path.name for path in (tmp_path / "streamed").iterdir()}
     for name in names:
         assert (tmp_path / "streamed" / name).read_text() == (tmp_path / "copied" / name).read_text()
+
+
+def test_threads_that_load_at_once_leave_transformers_as_it_was(tmp_path, monkeypatch):
+    """transformers replaces `tie_weights` during a load. Here the second thread would begin before the first ends."""
+    save_tiny(tmp_path, "gpt2", "language")
+    settings = actor_section(model=tmp_path).policy
+    before = (PreTrainedModel.tie_weights, torch.get_default_dtype())
+    begun = [threading.Event(), threading.Event()]
+    first_has_ended = threading.Event()
+    create = GPT2LMHeadModel.__init__
+
+    def watched(model, *arguments, **options):
+        is_first = not begun[0].is_set()
+        begun[not is_first].set()
+        create(model, *arguments, **options)
+        if is_first:
+            begun[1].wait(0.5)
+        else:
+            assert first_has_ended.wait(60)
+
+    def load_first():
+        load_model(settings)
+        first_has_ended.set()
+
+    monkeypatch.setattr(GPT2LMHeadModel, "__init__", watched)
+    first = threading.Thread(target=load_first)
+    first.start()
+    assert begun[0].wait(60)
+    policy = load_model(settings)
+    first.join()
+    assert (PreTrainedModel.tie_weights, torch.get_default_dtype()) == before
+    assert policy.lm_head.weight is policy.transformer.wte.weight
 
 
 # ---- rows of as many tokens as the model has positions for ----
