@@ -1,7 +1,8 @@
 """Benchmark of training on responses of older policies: accuracies with each correction, up to K steps ahead.
 
-A tiny policy is pretrained on sums until it samples a share of the held-out answers; then each run trains it by GRPO,
-with the sums as rewards. The folder keeps the policy and each run's result: a benchmark that is started again goes on.
+A tiny policy is pretrained on sums until it samples a share of the held-out answers; then each run trains it, with the
+sums as rewards, and all runs on as many responses. Algorithms with a critic train and serve it beside the policy. The
+folder keeps the policy and each run's result: a benchmark that is started again goes on.
 """
 
 import argparse
@@ -9,11 +10,12 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, TypeAlias
 
 import rlhf_triton as rt
 from benchmarks.measuring import Measurement, Record, grouped
+from rlhf_triton.store.jsonl import read_jsonl
 
 CHARACTERS = ["<pad>", "</s>", *"0123456789+="]
 EOS = 1
@@ -30,7 +32,11 @@ SETTINGS: dict[str, Any] = {
     "actor.kl.coef": 0.0,
     "actor.threads": 1,
 }
-GRPO: dict[str, Any] = {"name": "grpo", "responses_per_prompt": 8, "mask_unfinished": False}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo", "responses_per_prompt": 8, "mask_unfinished": False},
+    "ppo": {"name": "ppo", "mask_unfinished": False},
+    "sao": {"name": "sao", "mask_unfinished": False},
+}
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "sampled log-probs": {"old_logprobs": "sampler"},
     "clip (TIS)": {"correction": {"mode": "clip", "low": 0.0, "high": 2.0}},
@@ -44,6 +50,7 @@ Sums: TypeAlias = Sequence[Mapping[str, str]]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
+    add("--algorithms", nargs="+", choices=ALGORITHMS, default=["grpo"], help="actor.algorithm.name")
     add("--steps-ahead", type=int, nargs="+", default=[1, 2], help="actor.max_off_policy_steps, beside 0")
     add("--corrections", nargs="+", choices=CORRECTIONS, default=[*CORRECTIONS], help="of the policy loss")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run for each")
@@ -52,31 +59,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(settings: argparse.Namespace, record: Record) -> list[dict[str, Any]]:
-    """Train all runs that have no result yet; return a row for each number of steps ahead and correction."""
+    """Train all runs that have no result yet; return a row for each algorithm, number of steps ahead and correction."""
     rows, held_out = sums()
     policy = record.out / "policy"
     if not (policy / "config.json").is_file():
         pretrain(policy, rows, held_out, settings.start_accuracy, record)
     cells = [(0, ""), *((ahead, name) for ahead in settings.steps_ahead for name in settings.corrections)]
-    for steps_ahead, correction in cells:
-        for seed in settings.seeds:
-            before, *_, after = validations(record.out, steps_ahead, correction, seed, settings.steps, rows, held_out)
-            cell = {"steps_ahead": steps_ahead, "correction": correction, "seed": seed}
-            record.add({**cell, "before": before["reward"], "after": after["reward"]})
-            record.say(f"{cell}: accuracy {before['reward']:.3f} -> {after['reward']:.3f}")
+    for algorithm in settings.algorithms:
+        for steps_ahead, correction in cells:
+            for seed in settings.seeds:
+                cell = {"algorithm": algorithm, "steps_ahead": steps_ahead, "correction": correction, "seed": seed}
+                result = trained(record.out, cell, settings.steps, rows, held_out)
+                record.add({**cell, **result})
+                record.say(f"{cell}: accuracy {result['before']:.3f} -> {result['after']:.3f}")
     return summary(record.samples)
 
 
 def summary(samples: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Return the accuracies of each cell's seeds, and their mean."""
+    """Return the accuracies of each cell's seeds, and their mean; and the median duration of a step."""
     return [
         {
+            "algorithm": algorithm,
             "steps ahead": steps_ahead,
             "correction": correction,
             **{f"seed {sample['seed']}": sample["after"] for sample in cell},
             "mean": mean(sample["after"] for sample in cell),
+            "seconds a step": median(sample["step_s"] for sample in cell),
         }
-        for (steps_ahead, correction), cell in grouped(samples, "steps_ahead", "correction").items()
+        for (algorithm, steps_ahead, correction), cell in grouped(
+            samples, "algorithm", "steps_ahead", "correction"
+        ).items()
     ]
 
 
@@ -92,25 +104,26 @@ def right_answer(sample: rt.Sample) -> float:
     return float((sample.response or "").strip() == sample.metadata["answer"])
 
 
-def validations(
-    out: Path, steps_ahead: int, correction: str, seed: int, steps: int, rows: Sums, held_out: Sums
-) -> list[dict[str, Any]]:
-    """Train one run, unless its result is there; return its validations, before the first step and after the last."""
-    result = out / "results" / f"{steps_ahead} {correction} {seed}.json"
-    if not result.is_file():
+def trained(out: Path, cell: Mapping[str, Any], steps: int, rows: Sums, held_out: Sums) -> dict[str, float]:
+    """Train one run, unless its result is there; return its accuracies and the median of its steps' durations."""
+    name = " ".join(map(str, cell.values()))
+    file = out / "results" / f"{name}.json"
+    if not file.is_file():
         run = rt.train(
             str(out / "policy"),
             prompts=rows,
             validation=held_out,
             reward=right_answer,
-            algorithm={**GRPO, **CORRECTIONS.get(correction, {})},
+            algorithm={**ALGORITHMS[cell["algorithm"]], **CORRECTIONS.get(cell["correction"], {})},
             steps=steps,
-            dir=str(out / "runs" / result.stem.replace(" ", "-")),
-            **{**SETTINGS, "run.seed": seed, "actor.max_off_policy_steps": steps_ahead},
+            dir=str(out / "runs" / name.replace(" ", "-")),
+            **{**SETTINGS, "run.seed": cell["seed"], "actor.max_off_policy_steps": cell["steps_ahead"]},
         )
-        result.parent.mkdir(exist_ok=True)
-        result.write_text(json.dumps([json.loads(line) for line in (run.path / "validations.jsonl").open()]))
-    found: list[dict[str, Any]] = json.loads(result.read_text())
+        before, *_, after = read_jsonl(run.path / "validations.jsonl")
+        step_s = median(line["timers/step_time"] for line in read_jsonl(run.path / "metrics.jsonl"))
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"before": before["reward"], "after": after["reward"], "step_s": step_s}))
+    found: dict[str, float] = json.loads(file.read_text())
     return found
 
 

@@ -72,7 +72,7 @@ def test_bench_staleness_trains_each_run_once(tmp_path):
     result, report = bench(tmp_path, "staleness", *few)
     assert [(row["steps ahead"], row["correction"]) for row in result["rows"]] == [(0, ""), (1, "none")]
     assert all(0 <= row["seed 0"] == row["mean"] <= 1 for row in result["rows"])
-    assert "| steps ahead | correction | seed 0 | mean |" in report
+    assert "| algorithm | steps ahead | correction | seed 0 | mean | seconds a step |" in report
     runs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/summary.json")}
     assert len(runs) == 2
     again, _ = bench(tmp_path, "staleness", *few)
