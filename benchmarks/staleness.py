@@ -20,12 +20,14 @@ from rlhf_triton.store.jsonl import read_jsonl
 CHARACTERS = ["<pad>", "</s>", *"0123456789+="]
 EOS = 1
 HELD_OUT = 512
+MAX_PROMPT_TOKENS = 8
 MAX_NEW_TOKENS = 4
 CHECK_EVERY = 20  # pretraining steps between two measurements of the accuracy
 SETTINGS: dict[str, Any] = {
     "actor.rollout_size": 64,
     "actor.update.minibatch_size": 64,
     "actor.generation.batch_size": 64,
+    "actor.prompts.max_tokens": MAX_PROMPT_TOKENS,
     "actor.generation.max_new_tokens": MAX_NEW_TOKENS,
     "actor.validation.size": HELD_OUT,
     "actor.optimizer.lr": 5e-5,
