@@ -26,8 +26,8 @@ from rlhf_triton.actor.capture.http import DISCONNECTED, RELEASE, HttpError, ref
 from rlhf_triton.client.client import TritonClient
 from rlhf_triton.client.reward_source import RewardSource, Room
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.tools.gateway.protocols.routes import reward_routes
 from rlhf_triton.tools.gateway.request_log import RequestLog, gateway_metrics
-from rlhf_triton.tools.gateway.reward_protocols import reward_routes
 from rlhf_triton.tools.gateway.rows import MAX_BODY_BYTES
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/metrics"})  # without a key
