@@ -425,6 +425,29 @@ async def test_request_bodies_are_released_before_the_policy_samples(monkeypatch
         assert {status for status, _ in await asyncio.gather(*calls)} == {200}
 
 
+async def test_memory_is_released_once_for_bodies_that_end_meanwhile(monkeypatch):
+    monkeypatch.setattr("rlhf_triton.tools.gateway.app.COLLECTED_BYTES", 1000)
+    monkeypatch.setattr("rlhf_triton.tools.gateway.app.RELEASE_S", 0.0)
+    goes_on = threading.Event()
+    begun = []
+
+    def release():
+        begun.append(threading.current_thread())
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr("rlhf_triton.tools.gateway.app._release_memory", release)
+    async with scripted_gateway(ScriptedSampler()) as (caller, _):
+        body = {"messages": [USER], "metadata": "x" * 1000}
+        try:
+            for i in range(5):
+                assert (await caller.post(f"/sessions/{i}{CHAT}", body))[0] == 200
+                await until(lambda: begun)
+            assert len(begun) == 1
+        finally:
+            goes_on.set()
+        await until(lambda: len(begun) == 2)
+
+
 async def test_chat_template_is_rendered_off_the_event_loop(monkeypatch):
     places = []
     prompt = Chat.prompt
