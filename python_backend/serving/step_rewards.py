@@ -25,6 +25,9 @@ from rlhf_triton.wire.texts import metadata_rows
 if TYPE_CHECKING:
     from rlhf_triton.python_backend.serving.triton import Call
 
+INCOMPLETE = "\ufffd"  # decoded from a part of a character's bytes
+MAX_SPELLED = 8  # tokens that are decoded together: a character has up to 4 bytes
+
 
 class Span(NamedTuple):
     """Character positions of a step in a text."""
@@ -81,7 +84,7 @@ class StepReader(RowReader):
         if step_ends is not None:
             return TokenRow(row, steps=RowSteps(step_ends, step_ends, step_ends))
         separator = self._separator(index)
-        pieces = [self._piece(token) for token in row[start:].tolist()]
+        pieces = self._pieces_of(row[start:].tolist())
         text = "".join(pieces)
         after = np.cumsum([len(piece) for piece in pieces])
         spans = split_steps(text, 0, separator)
@@ -176,15 +179,37 @@ class StepReader(RowReader):
             )
         return self.separator
 
+    def _pieces_of(self, tokens: list[int]) -> list[str]:
+        """Return the text of each token; a character that several tokens spell belongs to the last of them."""
+        pieces = [self._piece(token) for token in tokens]
+        start = 0
+        while start < len(tokens):
+            end = start + 1
+            text = pieces[start]
+            complete = [text.rstrip(INCOMPLETE)]
+            while text.endswith(INCOMPLETE) and end < min(len(tokens), start + MAX_SPELLED) and pieces[end]:
+                end += 1
+                text = self._decoded(tokens[start:end])
+                complete.append(text.rstrip(INCOMPLETE))
+            if text.endswith(INCOMPLETE):  # bytes that are no text
+                start += 1
+            else:
+                pieces[start:end] = [now[len(before) :] for before, now in itertools.pairwise(["", *complete])]
+                start = end
+        return pieces
+
     def _piece(self, token: int) -> str:
         """Return the text of one token; "" for a special token, unless it contains the separator."""
         if token not in self._pieces:
-            # Decoded after another token, because SentencePiece's decoder drops the space at the start of a text.
-            anchor = encode_bare_text(self.tokenizer, "a")[-1:]
-            piece = self.tokenizer.decode([*anchor, token]).removeprefix(self.tokenizer.decode(anchor))
+            piece = self._decoded([token])
             has_role = token in self.tokenizer.all_special_ids and is_special(self.tokenizer, token)
             self._pieces[token] = "" if has_role and str(self.separator) not in piece else piece
         return self._pieces[token]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        # Decoded after another token, because SentencePiece's decoder drops the space at the start of a text.
+        anchor = encode_bare_text(self.tokenizer, "a")[-1:]
+        return str(self.tokenizer.decode([*anchor, *tokens]).removeprefix(self.tokenizer.decode(anchor)))
 
 
 def split_steps(text: str, start: int, separator: str) -> list[Span]:

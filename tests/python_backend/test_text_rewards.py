@@ -17,12 +17,13 @@ from run_checkpoints import TEXTS
 from served_model import served_model
 from tiny_checkpoints import save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     AutoTokenizer,
     ByT5Tokenizer,
+    PreTrainedTokenizerFast,
     pipeline,
 )
 from triton_python_backend_utils import Request
@@ -560,6 +561,33 @@ def test_process_reward_finds_the_same_steps_in_text_and_tokens(serve, tmp_path,
         for row in ({"sentences": [text]}, {"tokens": np.asarray([tokenizer(text)["input_ids"]])})
     ]
     assert counts[0] == counts[1] > 2
+
+
+@pytest.mark.parametrize("spelling", ["bytes", "parts of two characters", "byte fallback"])
+def test_process_reward_of_tokens_finds_a_separator_that_several_tokens_spell(serve, tmp_path, spelling):
+    """Byte-level BPE and SentencePiece's byte fallback spell what they have no entry for."""
+    save_model(tmp_path, "critic", num_labels=2)
+    text = "one。二。\ufffdé"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    names = [*byte_level.pre_tokenize_str(text)[0][0]]
+    has_fallback = spelling == "byte fallback"
+    if has_fallback:
+        names = [f"<0x{byte:02X}>" for byte in text.encode()]
+    merged = [(names[5], names[6])] if spelling == "parts of two characters" else []
+    entries = ["<pad>", *"aone", *names, *map("".join, merged)]
+    vocabulary = {entry: i for i, entry in enumerate(dict.fromkeys(entries))}
+    spelled = Tokenizer(models.BPE(vocabulary, merged, byte_fallback=has_fallback))
+    spelled.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    if not has_fallback:
+        spelled.pre_tokenizer = byte_level
+        spelled.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelled, pad_token="<pad>")
+    tokenizer.save_pretrained(tmp_path)
+    stray = vocabulary[names[-1]]  # a byte that no character starts with
+    ids = [stray, *tokenizer(text)["input_ids"]]
+    got = serve(tmp_path, process={"separator": "。"})(tokens=np.asarray([ids])).outputs
+    last = len(ids) - 1
+    assert got["step_ends"].tolist() == [[6, last - 5, last]]
 
 
 def test_process_reward_of_tokens_splits_steps_at_the_separator(serve, tmp_path):
