@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from rlhf_triton.checkpoints.language_models import check_language_model
@@ -20,6 +19,7 @@ from rlhf_triton.config.labels import attribute_weights, choices
 from rlhf_triton.config.loading import parse_config, with_overrides
 from rlhf_triton.config.required_files import has_chat_template
 from rlhf_triton.config.sections import RewardSection
+from rlhf_triton.config.yaml_file import dump_yaml
 
 TRIAL_TOKENS = 8
 TRIAL_TEXT = "A text."
@@ -102,7 +102,7 @@ def model_sections(
         _try_policy(policy, try_out)
     if rewards is not None and critics is not None:
         _compare_tokenizers(rewards, critics)
-    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    text = dump_yaml(sections)
     if rewards is not None and _needs_label_weights(rewards, config.reward):
         text = text.replace("reward:\n", f"reward:\n{_label_choices(rewards)}", 1)
     return text

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from rlhf_triton.actor.run.settings import (
     FIXED_KEYS,
     SETTINGS_FILE,
@@ -26,6 +24,7 @@ from rlhf_triton.config.loading import parse_config
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.sections import TrainerSection
 from rlhf_triton.config.trained_model import Resume, resume_marks
+from rlhf_triton.config.yaml_file import dump_yaml
 from rlhf_triton.errors import REPORTED, RlhfError, reason_of
 from rlhf_triton.store.run_lock import in_progress
 from rlhf_triton.store.sealed_folder import saved_steps, verify_folder
@@ -101,7 +100,7 @@ def fork(run_dir: Path, step: int, folder: Path, overrides: Sequence[str]) -> in
         if not config.actor.kl.serves_reference:
             sections.pop("reference", None)  # filled in when settings are read, and without effect
         written = folder / "run.yaml"
-        written.write_text(yaml.safe_dump(sections))
+        written.write_text(dump_yaml(sections), encoding="utf-8")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -1,4 +1,4 @@
-"""Reads YAML strictly: rejects duplicate keys, and reads numbers as in YAML 1.2."""
+"""Reads and writes YAML. It rejects duplicate keys, and reads numbers as in YAML 1.2."""
 
 import re
 from collections.abc import Sequence
@@ -29,12 +29,17 @@ class _Loader(yaml.SafeLoader):
         return self.construct_yaml_int(node)
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which also quotes the texts that `_Loader` would read as numbers."""
+
+
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if tag not in _NUMBERS]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, _pattern, [*"-+.0123456789"])
+    for _reader_or_writer in (_Loader, _Dumper):
+        _reader_or_writer.add_implicit_resolver(_tag, _pattern, [*"-+.0123456789"])
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
 
 
@@ -63,6 +68,11 @@ def read_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError as error:
         raise ValueError("the values are nested too deeply") from error
+
+
+def dump_yaml(value: Any) -> str:
+    """Return plain values as YAML, from which `read_yaml` and other readers get the same values."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _check_keys(node: yaml.Node, path: Sequence[str], around: Sequence[yaml.Node] = ()) -> None:

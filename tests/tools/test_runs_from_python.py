@@ -1,6 +1,7 @@
 """Files that `rlhf_triton.train`, `serve` and `Run` write and read, without the processes that they start."""
 
 import contextlib
+import enum
 import functools
 import itertools
 import linecache
@@ -123,6 +124,17 @@ def test_settings_may_repeat_an_argument_or_name_the_algorithm(started, tmp_path
     )
     assert load_config(run.config_path).actor.algorithm.name == "sao"
     assert read_jsonl(run.path / "prompts.jsonl") == [{"prompt": "a", "n": 1}]
+
+
+def test_texts_that_look_like_numbers_and_enums_are_written_as_texts(started):
+    class Form(str, enum.Enum):
+        TEXT = "089"
+
+    texts = ["1e5", "12e4", "1.5e3", "089", "1_0", "0b1", "1:30", "é: #"]
+    settings = {"run.run_id": Form.TEXT, "rewards.verdict.options": {"texts": texts, "numbers": [1e5, 1e-6, 7, True]}}
+    config = load_config(rt.train("policy", prompts="p.jsonl", reward="rewards.py:verdict", **settings).config_path)
+    assert config.run.run_id == "089"
+    assert config.functions["verdict"].options == settings["rewards.verdict.options"]
 
 
 def test_a_loss_may_be_given_as_a_function(started):

@@ -1,6 +1,7 @@
 """Builds a configuration from Python values, and the files that it names: functions, prompts, downloaded models."""
 
 import contextlib
+import enum
 import json
 import os
 import re
@@ -9,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlhf_triton.client.rows import plain
 from rlhf_triton.config.keys import value_at
 from rlhf_triton.config.loading import parse_config
 from rlhf_triton.config.rewards import MODEL_TERM
 from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.config.yaml_file import dump_yaml
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import is_locked, replace_file
 from rlhf_triton.store.run_lock import read_phase
@@ -138,7 +138,7 @@ class Sections:
 
     def write(self, path: Path) -> None:
         """Write the YAML, and the files that it names. Raises RlhfError for a table that cannot be written."""
-        self._files[path] = yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
+        self._files[path] = dump_yaml(self.data)
         for file, text in self._files.items():
             file.parent.mkdir(exist_ok=True)
             replace_file(file, text.encode(), durable=False)
@@ -149,6 +149,8 @@ class Sections:
                 raise RlhfError(f"{file.stem}: {reason_of(error)}; give rows that Parquet can express") from error
 
     def _plain(self, key: str, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return self._plain(key, value.value)
         if isinstance(value, Mapping):
             return {str(name): self._plain(f"{key}.{name}", inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
