@@ -341,8 +341,9 @@ def test_functions_of_modules_are_imported_by_their_name(tmp_path, monkeypatch):
     (tmp_path / "plain_rewards.py").write_text("def good(sample):\n    return 3.0\n")
     package = tmp_path / "own_package"
     package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "scores.py").write_text("from . import __name__ as base\n\ndef good(sample):\n    return len(base)\n")
+    good = "from . import __name__ as base\n\ndef good(sample):\n    return len(base)\n"
+    for name in ("__init__.py", "scores.py"):
+        (package / name).write_text(good)
     monkeypatch.syspath_prepend(str(tmp_path))
     import own_package.scores
     import plain_rewards
@@ -350,15 +351,15 @@ def test_functions_of_modules_are_imported_by_their_name(tmp_path, monkeypatch):
     files = {}
     assert function_spec(plain_rewards.good, tmp_path, files) == f"{tmp_path}/plain_rewards.py:good"
     assert not files
-    spec = function_spec(own_package.scores.good, tmp_path, files)
-    ((path, text),) = files.items()
-    path.write_text(text)
-    code = f"from rlhf_triton.rewards.function import load_function; print(load_function({spec!r})(None))"
+    specs = [function_spec(module.good, tmp_path, files) for module in (own_package.scores, own_package)]
+    for path, text in files.items():
+        path.write_text(text)
+    code = f"from rlhf_triton.rewards.function import load_function; print(*(load_function(s)(None) for s in {specs}))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment, cwd=Path.cwd()
     )
-    assert int(done.stdout) == len("own_package")
+    assert [*map(float, done.stdout.split())] == [len("own_package")] * 2
 
 
 def test_a_function_with_the_signature_of_trl_and_one_within_a_function_travel(tmp_path):

@@ -34,7 +34,8 @@ def function_spec(function: Callable[..., Any], folder: Path, files: dict[Path, 
     """
     name = str(getattr(function, "__name__", type(function).__name__))
     module = _module_of(function)
-    if module is not None and hasattr(module, "__file__") and "." not in module.__name__:
+    is_package = hasattr(module, "__path__")
+    if module is not None and hasattr(module, "__file__") and not is_package and "." not in module.__name__:
         return f"{Path(str(module.__file__)).absolute()}:{name}"
     path = folder / f"{name.strip('<>')}_function.py"  # a module called as the function could hide one of Python's
     text = _Source(name, function).text
