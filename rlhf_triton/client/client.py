@@ -81,7 +81,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         self._scoring_budget, self._training_budget = (RetryBudget(RETRY_RESERVE) for _ in range(2))
         self._sender = Sender(uuid.uuid4().hex)
         self._has_trained = False  # after the first training request, later ones wait out a missing sidecar
-        self._callers: set[asyncio.Task[Any]] = set()
+        self._callers: dict[asyncio.Future[None], asyncio.Task[Any]] = {}  # by the end of the call, not of the task
         self._is_closed = False
         # Here, because `import rlhf_triton` must not take the 0.2 s that tritonclient and aiohttp take.
         from rlhf_triton.client.connection import HTTPConnection, ServerMessage
@@ -92,10 +92,11 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
     async def __aexit__(self, *_: object) -> None:
         self._is_closed = True
-        callers = list(self._callers)
-        for caller in callers:
+        calls = dict(self._callers)
+        for caller in calls.values():
             caller.cancel()
-        await asyncio.gather(*callers, return_exceptions=True)
+        if calls:
+            await asyncio.wait(calls)
         await self.pool.close()
 
     async def describe(self, model: str) -> ServedModel:
@@ -252,11 +253,13 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         caller = asyncio.current_task()
         if self._is_closed or caller is None:
             raise asyncio.CancelledError
-        self._callers.add(caller)
+        ended = asyncio.get_running_loop().create_future()
+        self._callers[ended] = caller
         try:
             yield
         finally:
-            self._callers.discard(caller)
+            del self._callers[ended]
+            ended.set_result(None)
 
 
 def _metadata(rows: list[dict[str, Any]] | None) -> Arrays:
