@@ -54,7 +54,11 @@ class CalledFunction(Body):
     @field_validator("arguments")
     @classmethod
     def _is_object(cls, arguments: str) -> str:
-        if not isinstance(json.loads(arguments or "{}"), dict):
+        try:
+            is_object = isinstance(json.loads(arguments or "{}"), dict)
+        except RecursionError as error:
+            raise ValueError("is nested too deeply") from error
+        if not is_object:
             raise ValueError("must be a JSON object")
         return arguments or "{}"
 

@@ -343,10 +343,18 @@ REFUSED = [
     (CHAT, "tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
     (CHAT, "messages", {"messages": [USER, {"role": "assistant", "content": "a prefix"}]}),
     (CHAT, "messages[0].content[0]", {"messages": [IMAGE]}),
-    (
-        CHAT,
-        "messages[0].tool_calls[0].function.arguments",
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}, USER]},
+    *(
+        (
+            CHAT,
+            "messages[0].tool_calls[0].function.arguments",
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]},
+                    USER,
+                ]
+            },
+        )
+        for text in ("[1", "[" * 20_000)
     ),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     (MESSAGES, "thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
