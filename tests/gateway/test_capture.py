@@ -349,7 +349,7 @@ REFUSED = [
             "messages[0].tool_calls[0].function.arguments",
             {
                 "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]},
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]},
                     USER,
                 ]
             },
