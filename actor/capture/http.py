@@ -139,7 +139,7 @@ class Body(BaseModel):
         for name, value in present.items():
             if name in NOT_HONOURED and value is not False:
                 raise ValueError(
-                    f"{name} is {reprlib.repr(value)}, but no row is truncated, and the reward model's template "
+                    f"{name} is {reprlib.repr(value)}, but no row is truncated, and the model's own template "
                     "renders chats exactly as sent; leave the field out"
                 )
             if name not in known_fields and name not in NOT_HONOURED:
