@@ -22,7 +22,7 @@ from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, Ve
 from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 logger = logging.getLogger(__name__)
-Input: TypeAlias = str | tuple[str | Messages, str] | Messages | Sequence[int] | np.ndarray
+Input: TypeAlias = str | tuple[str | Messages, str] | tuple[Messages, Messages] | Messages | Sequence[int] | np.ndarray
 ROW_FORMS = "a text, a pair (prompt, response), the messages of a chat, or token ids"
 NO_REWARD = "no reward: its YAML needs a section `reward`, or `rewards`"
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
@@ -106,9 +106,9 @@ class AsyncRewardClient(AsyncClient):
         """Return the rewards of n rows, which may be of different kinds and lengths.
 
         Args:
-            inputs: n rows, each a text; a pair of a prompt, a text or messages, and its response; the messages of a
-                chat; or token ids of the reward model's tokenizer, special tokens included. The reward model renders
-                texts and chats itself.
+            inputs: n rows, each a text; a pair of a prompt, a text or messages, and its response, which may be
+                messages after messages; the messages of a chat; or token ids of the reward model's tokenizer, special
+                tokens included. The reward model renders texts and chats itself.
             metadata: of each row, columns for reward functions (`sample.metadata`).
             prompt_lengths: of each row of token ids, how many belong to its prompt, for process rewards.
             min_version: oldest version of a live reward model's weights that may answer.
@@ -198,7 +198,7 @@ def triton_reward(
     for i, (prompt, completion) in enumerate(_paired(prompts=prompts, completions=completions)):
         if isinstance(prompt, str) and not isinstance(completion, str):
             raise ContractError(f"prompts[{i}]: {prompt!r:.80}, must be messages, as completions[{i}] is")
-        rows.append((prompt, completion) if isinstance(completion, str) else [*prompt, *completion])
+        rows.append((prompt, completion))
     row_columns = {name: values for name, values in columns.items() if is_column(name, values, len(rows))}
     metadata = [{name: values[i] for name, values in row_columns.items()} for i in range(len(rows))]
     scores = client.score(rows, metadata)
@@ -297,9 +297,14 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         if isinstance(prompt, str):
             return text_row(prompt, plain(where, response), metadata)
         value = [*prompt, {"role": "assistant", "content": response}]
+    reply_size = 0
+    are_lists = isinstance(value, tuple) and isinstance(prompt, list) and isinstance(response, list)
+    if are_lists and all(isinstance(message, Mapping) for message in prompt + response):
+        reply_size = len(response)
+        value = prompt + response
     if isinstance(next(iter(value), None), Mapping):  # not value[0], which a pandas Series reads as a label
         try:
-            return chat_row(plain_messages(plain(where, [*value])), metadata)
+            return chat_row(plain_messages(plain(where, [*value])), metadata, reply_size)
         except BadMessages as error:
             raise ContractError(f"{where}{error}") from error
     try:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trl_functions
 from fake_reward import FakeReward
 
-from rlhf_triton import ClientSettings, ContractError, RequestFailed, RewardClient, RlhfError, Scores
+from rlhf_triton import ClientSettings, ContractError, RequestFailed, RewardClient, RlhfError, Sample, Scores
 from rlhf_triton.client.reward_source import RowResult
 from rlhf_triton.client.served import ServedModel
+from rlhf_triton.rewards.function import load_function
 
 QUICK = ClientSettings(max_outage_s=0.0)
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -141,6 +143,7 @@ class Table(list[str]):
         ([[{**CHAT[0], "at": object()}]], {}, r"^inputs\[0\]: object cannot be sent as JSON"),
         (torch.tensor([5, 6]), {}, r"^inputs: tensor\(\[5, 6\]\), must be a list of rows"),
         ([(5, "a")], {}, r"^inputs\[0\]\[0\]: 5, must be a text or messages"),
+        ([([1, 2], [3, 4])], {}, r"^inputs\[0\]: shape \[2, 2\] of int64, must be the numbers of one row"),
         ([([1, 2], "a")], {}, r"^inputs\[0\]\[0\]: \[1, 2\], must be a text or messages"),
         (["a"], {"prompt_lengths": [1]}, r"^prompt_lengths\[0\]: 1, must be 0, as the row is a text"),
         ([[5, 6]], {"prompt_lengths": [1.5]}, r"^prompt_lengths\[0\]: 1.5, must be an integer of at least 0"),
@@ -267,6 +270,30 @@ def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog):
     assert play(call, terms=("length", "verifier")) == [3, 2]
     told = [message for message in caplog.messages if "column" in message]
     assert told == ["reward functions do not receive the column image: object cannot be sent as JSON"]
+
+
+def test_as_trl_sends_a_completion_of_several_messages_whole():
+    """TRL's functions on the server receive the split into prompt and completion that TRL itself would pass."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    used = [call, {"role": "tool", "content": "42"}, *reply("It is 42.")]
+    unanswered = used[:2]
+    completions = [reply("Yes"), used, unanswered, [*reply("One."), *CHAT, *reply("Two.")]]
+
+    def ask(reward, server):
+        reward.as_trl()(prompts=[CHAT] * len(completions), completions=completions)
+        return [
+            Sample(text.decode(), None, json.loads(metadata))
+            for inputs in server.received
+            for text, metadata in zip(inputs["sentences"][:, 0], inputs["metadata"][:, 0], strict=True)
+        ]
+
+    samples = play(ask)
+    assert [sample.response for sample in samples] == ["Yes", "It is 42.", None, "Two."]
+    assert "reply_messages" not in samples[0].metadata
+    echo = load_function(f"{trl_functions.__file__}:echo")
+    for sample, completion in zip(samples, completions, strict=True):
+        sample.metadata["expected"] = {"prompts": [CHAT], "completions": [completion]}
+        assert echo(sample) == 1
 
 
 def test_functions_of_trainers_travel_to_other_processes():
