@@ -700,6 +700,24 @@ def test_reply_equal_to_the_message_before_it_is_scored(tmp_path, more):
     assert (sample.response, sample.metadata["messages"]) == (reply["content"], before)
 
 
+def test_functions_receive_contents_of_parts_as_texts():
+    """As reward models do, however a client of Triton's own API sends the reply."""
+    answer = assistant("42")
+    question, reply = ({**said, "content": [{"type": "text", "text": said["content"]}]} for said in (QUESTION, answer))
+    ways = [
+        ("", {"messages": [question, reply]}),
+        (answer["content"], {"messages": [question], "response": answer["content"], "reply_messages": [reply]}),
+    ]
+    for sentence, metadata in ways:
+        (sample,) = samples_of(sentence, metadata)
+        assert (sample.text, sample.response) == (answer["content"], answer["content"])
+        assert sample.prompt == QUESTION["content"]
+        assert sample.metadata.get("reply_messages", [answer]) == [answer]
+    image = {**QUESTION, "content": [{"type": "image_url"}]}
+    with pytest.raises(ContractError, match=r"metadata\[0\]\.messages\[1\]\.content: has a part of type 'image_url'"):
+        samples_of("", {"messages": [question, image]})
+
+
 def test_tools_unknown_to_the_reward_models_template_need_reward_template(tmp_path):
     POLICY.save_pretrained(tmp_path)
     metadata = {"messages": [QUESTION], "tools": [{"name": "look"}], "response": " A day."}
