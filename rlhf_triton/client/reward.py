@@ -1,5 +1,6 @@
 """The clients of a served reward: for asyncio, for code without an event loop, and as functions of other trainers."""
 
+import copy
 import functools
 import logging
 import math
@@ -65,6 +66,24 @@ class Scores(np.ndarray):
         self.steps = [rewards for rewards, _ in steps]
         self.step_ends = [ends for _, ends in steps]
         return self
+
+    @classmethod
+    def _with(cls, rewards: np.ndarray, attributes: Mapping[str, Any]) -> "Scores":
+        self = rewards.view(cls)
+        vars(self).update(attributes)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._with, (np.asarray(self), vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> "Scores":
+        return self._with(*copy.deepcopy((np.asarray(self), vars(self)), memo))
+
+    def __copy__(self) -> "Scores":
+        return self.copy()
+
+    def copy(self, order: Any = "C") -> "Scores":
+        return self._with(np.array(self, order=order), vars(self))
 
     def __getitem__(self, key: Any) -> Any:
         return np.asarray(self)[key]

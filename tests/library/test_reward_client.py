@@ -82,6 +82,19 @@ def test_scores_behave_as_an_array_and_slices_are_plain_arrays():
     assert torch.as_tensor(scores).tolist() == [1, 3]
 
 
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, Scores.copy, lambda scores: pickle.loads(pickle.dumps(scores))],  # noqa: S301 -- its own
+)
+def test_copies_of_scores_have_their_attributes(duplicate):
+    scores = play(lambda reward, _: reward.score(["ab", "refuse"]), terms=("length",))
+    other = duplicate(scores)
+    assert type(other) is Scores
+    assert (other.errors, other.components["length"][0]) == (scores.errors, 2)
+    other[0] = 5
+    assert scores[0] == 2
+
+
 def test_scores_report_their_version_and_min_version_is_sent():
     def call(reward, server):
         server.version = 4
