@@ -219,6 +219,8 @@ def triton_reward(
             raise ContractError(f"prompts[{i}]: {prompt!r:.80}, must be messages, as completions[{i}] is")
         rows.append((prompt, completion))
     row_columns = {name: values for name, values in columns.items() if is_column(name, values, len(rows))}
+    if reserved := RESERVED & row_columns.keys():
+        raise ContractError(f"the column {min(reserved)!r} has a reserved name; rename it in the data set")
     metadata = [{name: values[i] for name, values in row_columns.items()} for i in range(len(rows))]
     scores = client.score(rows, metadata)
     missing = [error for error in scores.errors if error]
@@ -262,7 +264,7 @@ def reward_func(
         rows.append((prompt, query[len(prompt) :]) if is_split else query)  # its tokenizer may have changed the prompt
     scores = complete(client.score(rows, per_row("labels", labels, len(rows), lambda _, label: {"label": label})))
     rewards = scores.tolist()
-    terms = {name: term.tolist() for name, term in scores.components.items()}
+    terms = {name: term.tolist() for name, term in scores.components.items() if not np.isnan(term).any()}
     return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
 
 

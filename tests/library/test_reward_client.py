@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import pickle
+import types
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import trl_functions
 from fake_reward import FakeReward
 
 from rlhf_triton import ClientSettings, ContractError, RequestFailed, RewardClient, RlhfError, Sample, Scores
+from rlhf_triton.client.reward import reward_func
 from rlhf_triton.client.reward_source import RowResult
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.rewards.function import load_function
@@ -136,6 +138,7 @@ class Table(list[str]):
         ([{"prompt": "a"}], {}, r"^inputs: .*put brackets"),
         ([["a", "b", "c"]], {}, r"^inputs\[0\]: shape \[3\] of .*; a row is a text, a pair"),
         ([[0.5]], {}, r"^inputs\[0\]: float64 numbers, must be integers; a row is"),
+        ([[5, 2**63]], {}, r"^inputs\[0\]: 9223372036854775808 at 1, must be less than 2\*\*63; a row is"),
         ([[{"role": "user"}]], {}, r"^inputs\[0\]\[0\].content: missing or null"),
         (["a"], {"metadata": []}, r"^metadata: 0 entries for 1 rows"),
         (["a"], {"metadata": [{"response": "b"}]}, r"^metadata\[0\].response: a reserved name"),
@@ -356,6 +359,13 @@ def test_as_openrlhf_returns_rewards_scores_and_terms_or_raises():
     assert play(call, terms=("length",)) == {"rewards": rewards, "scores": rewards, "extra_logs": terms}
 
 
+def test_as_openrlhf_leaves_out_terms_that_do_not_apply_to_all_rows():
+    served = ServedModel(components=("length", "verdict"))
+    scores = Scores.of([RowResult(rewards=(1.0,), components=(2.0, verdict)) for verdict in (1.0, None)], served)
+    client = types.SimpleNamespace(score=lambda rows, metadata: scores)
+    assert reward_func(client, ["ab", "cd"], ["a", "c"], ["x", "y"])["extra_logs"] == {"length": [2.0, 2.0]}
+
+
 def trl(prompts, completions, **columns):
     return lambda reward: reward.as_trl()(prompts=prompts, completions=completions, **columns)
 
@@ -376,6 +386,7 @@ def openrlhf(queries, prompts, labels):
         (trl("a", "b"), r"^prompts: 'a', must be a list of rows; put brackets"),
         (trl([CHAT, CHAT], [reply("b"), None]), r"^completions\[1\]: None, must be a text or messages"),
         (trl(["a"], [reply("b")]), r"^prompts\[0\]: 'a', must be messages, as completions\[0\] is"),
+        (trl(["a"], ["b"], messages=[CHAT]), r"^the column 'messages' has a reserved name; rename it in the data set"),
         (verl("5", None), r"^extra_info: it has no 'question'; name the key of the prompt: as_verl\(prompt_key=…\)"),
         (verl("5", {"q": "2+3="}), r"^extra_info: it has no 'question'; name the key of the prompt"),
         (verl("5", ["q"]), r"^extra_info: \['q'\], must be a dictionary"),
