@@ -319,8 +319,12 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
             return text_row(prompt, plain(where, response), metadata)
         value = [*prompt, {"role": "assistant", "content": response}]
     reply_size = 0
-    are_lists = isinstance(value, tuple) and isinstance(prompt, list) and isinstance(response, list)
-    if are_lists and all(isinstance(message, Mapping) for message in prompt + response):
+    if (
+        isinstance(value, tuple)
+        and isinstance(prompt, list)
+        and isinstance(response, list)
+        and all(isinstance(message, Mapping) for message in prompt + response)
+    ):
         reply_size = len(response)
         value = prompt + response
     if isinstance(next(iter(value), None), Mapping):  # not value[0], which a pandas Series reads as a label

@@ -138,7 +138,7 @@ class Table(list[str]):
         ([{"prompt": "a"}], {}, r"^inputs: .*put brackets"),
         ([["a", "b", "c"]], {}, r"^inputs\[0\]: shape \[3\] of .*; a row is a text, a pair"),
         ([[0.5]], {}, r"^inputs\[0\]: float64 numbers, must be integers; a row is"),
-        ([[5, 2**63]], {}, r"^inputs\[0\]: 9223372036854775808 at 1, must be less than 2\*\*63; a row is"),
+        ([[2**63]], {}, r"^inputs\[0\]: 9223372036854775808 at 0, must be less than 2\*\*63; a row is"),
         ([[{"role": "user"}]], {}, r"^inputs\[0\]\[0\].content: missing or null"),
         (["a"], {"metadata": []}, r"^metadata: 0 entries for 1 rows"),
         (["a"], {"metadata": [{"response": "b"}]}, r"^metadata\[0\].response: a reserved name"),
