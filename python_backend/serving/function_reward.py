@@ -23,8 +23,9 @@ from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, log, 
 from rlhf_triton.rewards.groups import grouped
 from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from rlhf_triton.rewards.replies import with_reply
-from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, Sample
+from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, Sample
 from rlhf_triton.wire import contract
+from rlhf_triton.wire.messages import text_of
 from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
 
 # Token ids are not checked against the tokenizer: a policy's vocabulary may be padded beyond the tokenizer's.
@@ -102,7 +103,7 @@ class FunctionReward:
                 )
             rows = list(contract.scoring_rows(token_array, lengths, limits=self._limits).rows)
             text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
-            for row, metadata in zip(rows, metadata_rows(encoded, len(rows)), strict=True):
+            for row, metadata in zip(rows, _metadata_rows(encoded, len(rows)), strict=True):
                 tokens = row.tokens.tolist()
                 text = given_text(metadata)
                 yield Sample(reply_text(self._tokenizer, tokens) if text is None else text, tokens, metadata)
@@ -111,7 +112,7 @@ class FunctionReward:
         text_bytes(sentences, encoded, self._limits, pairs)
         texts = contract.sentence_texts(sentences)
         seconds = pair_texts(pairs, len(texts))
-        objects = metadata_rows(encoded, len(texts))
+        objects = _metadata_rows(encoded, len(texts))
         for first, second, metadata in zip(texts, seconds, objects, strict=True):
             text = first + second
             if isinstance(metadata.get(MESSAGES_KEY), list):
@@ -120,6 +121,21 @@ class FunctionReward:
             if self._tokenizer is not None:
                 ids = encode_bare_text(self._tokenizer, text)[:MAX_ROW_TOKENS]
             yield Sample(text, ids, metadata)
+
+
+def _metadata_rows(encoded: np.ndarray | None, num_rows: int) -> Iterator[dict[str, Any]]:
+    """Yield each row's metadata, with the contents of its chat as texts, as in a row of a run. Raises ContractError."""
+    for i, metadata in enumerate(metadata_rows(encoded, num_rows)):
+        for key in (MESSAGES_KEY, REPLY_KEY):
+            messages = metadata.get(key)
+            for j, message in enumerate(messages if isinstance(messages, list) else []):
+                if isinstance(message, dict) and isinstance(message.get("content"), list):
+                    try:
+                        message["content"] = text_of(message["content"])
+                    except ValueError as error:
+                        where = f"{contract.METADATA}[{i}].{key}[{j}].content"
+                        raise contract.ContractError(f"{where}: {error}") from error
+        yield metadata
 
 
 def given_text(metadata: Mapping[str, Any]) -> str | None:

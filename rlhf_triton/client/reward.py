@@ -1,5 +1,6 @@
 """The clients of a served reward: for asyncio, for code without an event loop, and as functions of other trainers."""
 
+import copy
 import functools
 import logging
 import math
@@ -22,7 +23,7 @@ from rlhf_triton.wire.contract import STEP_ENDS, STEP_REWARDS, ContractError, Ve
 from rlhf_triton.wire.messages import BadMessages, plain_messages
 
 logger = logging.getLogger(__name__)
-Input: TypeAlias = str | tuple[str | Messages, str] | Messages | Sequence[int] | np.ndarray
+Input: TypeAlias = str | tuple[str | Messages, str] | tuple[Messages, Messages] | Messages | Sequence[int] | np.ndarray
 ROW_FORMS = "a text, a pair (prompt, response), the messages of a chat, or token ids"
 NO_REWARD = "no reward: its YAML needs a section `reward`, or `rewards`"
 NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
@@ -66,6 +67,24 @@ class Scores(np.ndarray):
         self.step_ends = [ends for _, ends in steps]
         return self
 
+    @classmethod
+    def _with(cls, rewards: np.ndarray, attributes: Mapping[str, Any]) -> "Scores":
+        self = rewards.view(cls)
+        vars(self).update(attributes)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._with, (np.asarray(self), vars(self))
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> "Scores":
+        return self._with(*copy.deepcopy((np.asarray(self), vars(self)), memo))
+
+    def __copy__(self) -> "Scores":
+        return self.copy()
+
+    def copy(self, order: Any = "C") -> "Scores":
+        return self._with(np.array(self, order=order), vars(self))
+
     def __getitem__(self, key: Any) -> Any:
         return np.asarray(self)[key]
 
@@ -106,9 +125,9 @@ class AsyncRewardClient(AsyncClient):
         """Return the rewards of n rows, which may be of different kinds and lengths.
 
         Args:
-            inputs: n rows, each a text; a pair of a prompt, a text or messages, and its response; the messages of a
-                chat; or token ids of the reward model's tokenizer, special tokens included. The reward model renders
-                texts and chats itself.
+            inputs: n rows, each a text; a pair of a prompt, a text or messages, and its response, which may be
+                messages after messages; the messages of a chat; or token ids of the reward model's tokenizer, special
+                tokens included. The reward model renders texts and chats itself.
             metadata: of each row, columns for reward functions (`sample.metadata`).
             prompt_lengths: of each row of token ids, how many belong to its prompt, for process rewards.
             min_version: oldest version of a live reward model's weights that may answer.
@@ -198,8 +217,10 @@ def triton_reward(
     for i, (prompt, completion) in enumerate(_paired(prompts=prompts, completions=completions)):
         if isinstance(prompt, str) and not isinstance(completion, str):
             raise ContractError(f"prompts[{i}]: {prompt!r:.80}, must be messages, as completions[{i}] is")
-        rows.append((prompt, completion) if isinstance(completion, str) else [*prompt, *completion])
+        rows.append((prompt, completion))
     row_columns = {name: values for name, values in columns.items() if is_column(name, values, len(rows))}
+    if reserved := RESERVED & row_columns.keys():
+        raise ContractError(f"the column {min(reserved)!r} has a reserved name; rename it in the data set")
     metadata = [{name: values[i] for name, values in row_columns.items()} for i in range(len(rows))]
     scores = client.score(rows, metadata)
     missing = [error for error in scores.errors if error]
@@ -243,7 +264,7 @@ def reward_func(
         rows.append((prompt, query[len(prompt) :]) if is_split else query)  # its tokenizer may have changed the prompt
     scores = complete(client.score(rows, per_row("labels", labels, len(rows), lambda _, label: {"label": label})))
     rewards = scores.tolist()
-    terms = {name: term.tolist() for name, term in scores.components.items()}
+    terms = {name: term.tolist() for name, term in scores.components.items() if not np.isnan(term).any()}
     return {"rewards": rewards, "scores": rewards, "extra_logs": terms}
 
 
@@ -297,9 +318,18 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         if isinstance(prompt, str):
             return text_row(prompt, plain(where, response), metadata)
         value = [*prompt, {"role": "assistant", "content": response}]
+    reply_size = 0
+    if (
+        isinstance(value, tuple)
+        and isinstance(prompt, list)
+        and isinstance(response, list)
+        and all(isinstance(message, Mapping) for message in prompt + response)
+    ):
+        reply_size = len(response)
+        value = prompt + response
     if isinstance(next(iter(value), None), Mapping):  # not value[0], which a pandas Series reads as a label
         try:
-            return chat_row(plain_messages(plain(where, [*value])), metadata)
+            return chat_row(plain_messages(plain(where, [*value])), metadata, reply_size)
         except BadMessages as error:
             raise ContractError(f"{where}{error}") from error
     try:

@@ -100,9 +100,14 @@ def text_row(prompt: str, response: str, metadata: dict[str, Any]) -> Row:
     return Row((prompt, response), metadata={**metadata, PROMPT_KEY: prompt, RESPONSE_KEY: response})
 
 
-def chat_row(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> Row:
-    """Return the row of a conversation; a final message of the assistant is the reply, as in a row of a run."""
+def chat_row(messages: list[dict[str, Any]], metadata: dict[str, Any], reply_size: int = 0) -> Row:
+    """Return the row of a conversation; a final message of the assistant is the reply, as in a row of a run.
+
+    `reply_size`: how many messages belong to the reply, if several may, as in a conversation with an environment.
+    """
     text, columns = with_reply(messages, "", metadata)
+    if reply_size > 1 and RESPONSE_KEY in columns:
+        columns[REPLY_KEY] = messages[-reply_size:]
     return Row((text,), metadata=columns)
 
 

@@ -83,6 +83,8 @@ def token_rows(rows: Rows) -> list[np.ndarray]:
             raise ContractError(f"{TOKENS}[{i}]: empty, must have at least one token")
         if array.dtype.kind not in "iu":
             raise ContractError(f"{TOKENS}[{i}]: {array.dtype} numbers, must be integers")
+        if (most := array.max()) > np.iinfo(np.int64).max:  # int64 would wrap to a negative number
+            raise ContractError(f"{TOKENS}[{i}]: {most} at {array.argmax()}, must be less than 2**63")
     return [array.astype(np.int64, copy=False) for array in arrays]
 
 

@@ -19,17 +19,19 @@ def split_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> 
 
     A client sends the reply as the row's text (an empty reply as `response` in the metadata) and other keys of its
     message, such as tool calls, in `reply_messages`. Alternatively, it sends the reply as the last of the messages,
-    with no text or the same one.
+    with no text or the same one, and without `reply_messages`.
     """
     response = metadata.get(RESPONSE_KEY)
+    has_text = bool(text) or isinstance(response, str)
+    sent = metadata.get(REPLY_KEY)
     last = messages[-1] if messages and _has_role(messages[-1], "assistant") else None
     content = last and (last.get("content") or "")
-    if last is not None and (text == content or (not text and response in (None, content))):
+    is_apart = has_text and isinstance(sent, list)  # the last message may have the same content
+    if last is not None and not is_apart and (text == content or (not text and response in (None, content))):
         return messages[:-1], last
-    if not text and not isinstance(response, str):
+    if not has_text:
         return messages, None
     text = text or str(response)
-    sent = metadata.get(REPLY_KEY)
     replies = [message for message in sent if _has_role(message, "assistant")] if isinstance(sent, list) else []
     said = replies[-1] if replies else {}
     return messages, said if said and (said.get("content") or "") == text else {"role": "assistant", "content": text}
@@ -43,14 +45,14 @@ def with_reply(messages: list[Any], text: str, metadata: Mapping[str, Any]) -> t
     """Convert a chat's text and metadata to the form that the actor sends, however the client sent the reply.
 
     The text is the reply's content, also under `response`; `messages` are the messages before it. If the reply's
-    message has more than content, it is in `reply_messages`.
+    message has more than content, or follows one of the assistant, it is in `reply_messages`.
     """
     before, reply = split_reply(messages, text, metadata)
     if reply is None:
         return text, {**metadata, MESSAGES_KEY: before}
     content = str(reply.get("content") or "")
-    has_more = REPLY_KEY not in metadata and reply.keys() - {"role", "content"}
-    whole = {REPLY_KEY: [reply]} if has_more else {}
+    is_special = reply.keys() - {"role", "content"} or (before and _has_role(before[-1], "assistant"))
+    whole = {REPLY_KEY: [reply]} if is_special and REPLY_KEY not in metadata else {}
     return content, {**metadata, MESSAGES_KEY: before, RESPONSE_KEY: content, **whole}
 
 

@@ -24,7 +24,7 @@ class Sample:
     """Columns of the prompt's row. The actor adds `response`, and `prompt` or (chats) `messages`.
 
     `reply_messages` contains a chat's messages from the first reply on, if there is an environment, or the reply's
-    message, if it has more than content.
+    message, if it has more than content or follows a message of the assistant.
     """
 
     @property

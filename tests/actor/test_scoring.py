@@ -685,6 +685,39 @@ def test_last_message_with_extra_fields_is_read_as_the_reply(tmp_path, more):
             pairs_ids(pairs, [(sentence, known)])
 
 
+@pytest.mark.parametrize("more", [{}, {"content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}])
+def test_reply_equal_to_the_message_before_it_is_scored(tmp_path, more):
+    """Otherwise a server would take the message before it for the reply that comes twice."""
+    theirs = with_thoughts("qwen2", chat_template="{% for m in messages %}{{ m | tojson }}<|im_end|>{% endfor %}")
+    reply = {**assistant(" A day."), **more}
+    before = [QUESTION, reply]
+    reader = Reader(tmp_path, theirs)
+    row = chat_row([*before, reply], {})
+    expected = encode_text(theirs, theirs.apply_chat_template([*before, reply], tokenize=False))
+    assert pairs_ids(reader, [(row.text, row.metadata)]) == [expected]
+    assert gate_ids(tmp_path, before, reply) == expected
+    (sample,) = samples_of(row.text, row.metadata)
+    assert (sample.response, sample.metadata["messages"]) == (reply["content"], before)
+
+
+def test_functions_receive_contents_of_parts_as_texts():
+    """As reward models do, however a client of Triton's own API sends the reply."""
+    answer = assistant("42")
+    question, reply = ({**said, "content": [{"type": "text", "text": said["content"]}]} for said in (QUESTION, answer))
+    ways = [
+        ("", {"messages": [question, reply]}),
+        (answer["content"], {"messages": [question], "response": answer["content"], "reply_messages": [reply]}),
+    ]
+    for sentence, metadata in ways:
+        (sample,) = samples_of(sentence, metadata)
+        assert (sample.text, sample.response) == (answer["content"], answer["content"])
+        assert sample.prompt == QUESTION["content"]
+        assert sample.metadata.get("reply_messages", [answer]) == [answer]
+    image = {**QUESTION, "content": [{"type": "image_url"}]}
+    with pytest.raises(ContractError, match=r"metadata\[0\]\.messages\[1\]\.content: has a part of type 'image_url'"):
+        samples_of("", {"messages": [question, image]})
+
+
 def test_tools_unknown_to_the_reward_models_template_need_reward_template(tmp_path):
     POLICY.save_pretrained(tmp_path)
     metadata = {"messages": [QUESTION], "tools": [{"name": "look"}], "response": " A day."}

@@ -4,16 +4,20 @@ import asyncio
 import copy
 import json
 import pickle
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import trl_functions
 from fake_reward import FakeReward
 
-from rlhf_triton import ClientSettings, ContractError, RequestFailed, RewardClient, RlhfError, Scores
+from rlhf_triton import ClientSettings, ContractError, RequestFailed, RewardClient, RlhfError, Sample, Scores
+from rlhf_triton.client.reward import reward_func
 from rlhf_triton.client.reward_source import RowResult
 from rlhf_triton.client.served import ServedModel
+from rlhf_triton.rewards.function import load_function
 
 QUICK = ClientSettings(max_outage_s=0.0)
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -80,6 +84,19 @@ def test_scores_behave_as_an_array_and_slices_are_plain_arrays():
     assert torch.as_tensor(scores).tolist() == [1, 3]
 
 
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.copy, copy.deepcopy, Scores.copy, lambda scores: pickle.loads(pickle.dumps(scores))],  # noqa: S301 -- its own
+)
+def test_copies_of_scores_have_their_attributes(duplicate):
+    scores = play(lambda reward, _: reward.score(["ab", "refuse"]), terms=("length",))
+    other = duplicate(scores)
+    assert type(other) is Scores
+    assert (other.errors, other.components["length"][0]) == (scores.errors, 2)
+    other[0] = 5
+    assert scores[0] == 2
+
+
 def test_scores_report_their_version_and_min_version_is_sent():
     def call(reward, server):
         server.version = 4
@@ -121,6 +138,7 @@ class Table(list[str]):
         ([{"prompt": "a"}], {}, r"^inputs: .*put brackets"),
         ([["a", "b", "c"]], {}, r"^inputs\[0\]: shape \[3\] of .*; a row is a text, a pair"),
         ([[0.5]], {}, r"^inputs\[0\]: float64 numbers, must be integers; a row is"),
+        ([[2**63]], {}, r"^inputs\[0\]: 9223372036854775808 at 0, must be less than 2\*\*63; a row is"),
         ([[{"role": "user"}]], {}, r"^inputs\[0\]\[0\].content: missing or null"),
         (["a"], {"metadata": []}, r"^metadata: 0 entries for 1 rows"),
         (["a"], {"metadata": [{"response": "b"}]}, r"^metadata\[0\].response: a reserved name"),
@@ -141,6 +159,7 @@ class Table(list[str]):
         ([[{**CHAT[0], "at": object()}]], {}, r"^inputs\[0\]: object cannot be sent as JSON"),
         (torch.tensor([5, 6]), {}, r"^inputs: tensor\(\[5, 6\]\), must be a list of rows"),
         ([(5, "a")], {}, r"^inputs\[0\]\[0\]: 5, must be a text or messages"),
+        ([([1, 2], [3, 4])], {}, r"^inputs\[0\]: shape \[2, 2\] of int64, must be the numbers of one row"),
         ([([1, 2], "a")], {}, r"^inputs\[0\]\[0\]: \[1, 2\], must be a text or messages"),
         (["a"], {"prompt_lengths": [1]}, r"^prompt_lengths\[0\]: 1, must be 0, as the row is a text"),
         ([[5, 6]], {"prompt_lengths": [1.5]}, r"^prompt_lengths\[0\]: 1.5, must be an integer of at least 0"),
@@ -269,6 +288,30 @@ def test_as_trl_returns_rewards_or_none_and_sends_columns(caplog):
     assert told == ["reward functions do not receive the column image: object cannot be sent as JSON"]
 
 
+def test_as_trl_sends_a_completion_of_several_messages_whole():
+    """TRL's functions on the server receive the split into prompt and completion that TRL itself would pass."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    used = [call, {"role": "tool", "content": "42"}, *reply("It is 42.")]
+    unanswered = used[:2]
+    completions = [reply("Yes"), used, unanswered, [*reply("One."), *CHAT, *reply("Two.")]]
+
+    def ask(reward, server):
+        reward.as_trl()(prompts=[CHAT] * len(completions), completions=completions)
+        return [
+            Sample(text.decode(), None, json.loads(metadata))
+            for inputs in server.received
+            for text, metadata in zip(inputs["sentences"][:, 0], inputs["metadata"][:, 0], strict=True)
+        ]
+
+    samples = play(ask)
+    assert [sample.response for sample in samples] == ["Yes", "It is 42.", None, "Two."]
+    assert "reply_messages" not in samples[0].metadata
+    echo = load_function(f"{trl_functions.__file__}:echo")
+    for sample, completion in zip(samples, completions, strict=True):
+        sample.metadata["expected"] = {"prompts": [CHAT], "completions": [completion]}
+        assert echo(sample) == 1
+
+
 def test_functions_of_trainers_travel_to_other_processes():
     """TRL's asynchronous trainer pickles them, and a column of the data set may have any name."""
 
@@ -316,6 +359,13 @@ def test_as_openrlhf_returns_rewards_scores_and_terms_or_raises():
     assert play(call, terms=("length",)) == {"rewards": rewards, "scores": rewards, "extra_logs": terms}
 
 
+def test_as_openrlhf_leaves_out_terms_that_do_not_apply_to_all_rows():
+    served = ServedModel(components=("length", "verdict"))
+    scores = Scores.of([RowResult(rewards=(1.0,), components=(2.0, verdict)) for verdict in (1.0, None)], served)
+    client = types.SimpleNamespace(score=lambda rows, metadata: scores)
+    assert reward_func(client, ["ab", "cd"], ["a", "c"], ["x", "y"])["extra_logs"] == {"length": [2.0, 2.0]}
+
+
 def trl(prompts, completions, **columns):
     return lambda reward: reward.as_trl()(prompts=prompts, completions=completions, **columns)
 
@@ -336,6 +386,7 @@ def openrlhf(queries, prompts, labels):
         (trl("a", "b"), r"^prompts: 'a', must be a list of rows; put brackets"),
         (trl([CHAT, CHAT], [reply("b"), None]), r"^completions\[1\]: None, must be a text or messages"),
         (trl(["a"], [reply("b")]), r"^prompts\[0\]: 'a', must be messages, as completions\[0\] is"),
+        (trl(["a"], ["b"], messages=[CHAT]), r"^the column 'messages' has a reserved name; rename it in the data set"),
         (verl("5", None), r"^extra_info: it has no 'question'; name the key of the prompt: as_verl\(prompt_key=…\)"),
         (verl("5", {"q": "2+3="}), r"^extra_info: it has no 'question'; name the key of the prompt"),
         (verl("5", ["q"]), r"^extra_info: \['q'\], must be a dictionary"),
