@@ -128,8 +128,17 @@ class TestData:
         with pytest.raises(FileNotFoundError, match=name):
             finish_run(run_dir, **MEASURED)
 
-    def test_report_compares_only_prompts_validated_before_and_after(self, run_dir):
-        write_lines(run_dir / "samples.jsonl", SAMPLES[:3])
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            SAMPLES[:3],
+            [*SAMPLES[:3], sample("b", "after", " a good thing.", 4.0, prompt="another file's")],
+            [row | {"prompt_id": "a"} for row in SAMPLES[:3]],
+        ],
+        ids=["validated once", "another prompt of this id", "ids that name several prompts"],
+    )
+    def test_report_compares_only_prompts_validated_before_and_after(self, run_dir, rows):
+        write_lines(run_dir / "samples.jsonl", rows)
         assert finish_run(run_dir, **MEASURED).summary["reward_gain_ci95"] == [2.0, 2.0]
 
     def test_a_run_that_validates_only_since_a_resume_or_fork_has_a_report_without_pairs(self, run_dir):
