@@ -161,6 +161,12 @@ class TestData:
         write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
         assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
 
+    @pytest.mark.parametrize("last", [1, 3, 4, 8, 16])
+    def test_thinned_steps_end_with_the_last_one(self, tmp_path, last):
+        write_lines(tmp_path / "metrics.jsonl", [{"step": step} for step in range(1, last + 1)])
+        steps = [row["step"] for row in read_steps(tmp_path / "metrics.jsonl", 3)]
+        assert steps == {1: [1], 3: [1, 2, 3], 4: [1, 3, 4], 8: [1, 5, 8], 16: [1, 9, 16]}[last]
+
     def test_read_pairs_joins_prompt_and_response_and_keeps_conversations(self, run_dir):
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."
         write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
