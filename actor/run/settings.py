@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ GUARDED = (
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
 MECHANICS = {*ModelSection.model_fields, "timeout_s", "workers", "store", "max_failed_fraction"}
 MECHANICS -= {"model", "dtype", "max_length"}
+REWARDING = ("reward", "environment.")  # prefixes of guarded settings that decide the value of a reward
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
 PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the latter of an OpenEnv server
 OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
@@ -131,6 +133,19 @@ def read_contents(config: RunConfig) -> dict[str, str]:
             with contextlib.suppress(ValueError):
                 contents["reward.template"] = hashlib.sha256(read_template(config.reward.template).encode()).hexdigest()
     return contents
+
+
+def reward_fingerprint(config: RunConfig) -> str:
+    """Return a hash of the settings that decide a response's reward, and of the contents that `write_settings` found.
+
+    Settings at their defaults are left out, so that a release that adds one has the same fingerprint.
+    """
+    used = flat_settings(config)
+    given = flattened(config.model_dump(mode="json", exclude_defaults=True))
+    settings = {key: given[key] for key in given if key in used and _is_guarded(key) and not key.startswith(OPERATION)}
+    parts = (settings, read_json(config.run.dir / CONTENTS_FILE) or {})
+    rewarding = [{key: part[key] for key in part if key.startswith(REWARDING)} for part in parts]
+    return hashlib.sha256(json.dumps(rewarding, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def actor_checkpoints(run_dir: Path) -> Path:
