@@ -430,6 +430,7 @@ async def test_best_validation_counts_only_among_those_of_equal_prompts_and_rewa
 
 CODE = "def verify(sample):\n    return 1.0\n"
 GAME = {"class": "game.py:Game", "options": {"workers": 1}}
+OPENENV = {"class": "rlhf_triton.actor.environments.openenv:OpenEnv", "options": {"url": "http://a"}}
 COSINE = {"lr": 5e-5, "min_lr": 0.0}  # a schedule that ends with the run
 
 
@@ -473,6 +474,21 @@ def after_five_steps(run, **settings):
             {"environment": {**GAME, "options": {"workers": 9}}},
             "environment.options.workers: 1 -> 9",
             True,
+        ),
+        (
+            {"environment": OPENENV},
+            {"environment": {**OPENENV, "options": {"url": "http://b"}}},
+            None,
+            False,
+        ),
+        *(
+            (
+                {"environment": {**each, "options": {**each["options"], name: "a"}}},
+                {"environment": {**each, "options": {**each["options"], name: "b"}}},
+                f"environment.options.{name}: a -> b",
+                True,
+            )
+            for each, name in ((GAME, "url"), (OPENENV, "url_map"))
         ),
         (
             {"prompts_files": [{"path": "a"}]},
