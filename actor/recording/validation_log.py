@@ -6,10 +6,12 @@ import math
 
 from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import process_metrics, text_metrics
+from rlhf_triton.actor.data.prompt_files import fingerprint
 from rlhf_triton.actor.data.rollout_rows import rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.recording.metrics import MetricsLog, finite, kl_text
 from rlhf_triton.actor.run.checkpoints import write_policy
+from rlhf_triton.actor.run.settings import reward_fingerprint
 from rlhf_triton.actor.run.validation import Validation, explained_by_values, samples
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.config.run_config import RunConfig
@@ -31,6 +33,7 @@ class ValidationLog:
         self._path = config.run.dir / VALIDATIONS_FILE
         self._steps: set[int] = set()  # with a line in `_path`
         self._before: Validation | None = None  # not kept across a resume
+        self._fingerprint = _fingerprint(config)
         if self._path.is_file():
             drop_steps_from(first_step, self._path)
             self._steps = {line["step"] for line in each_line(self._path)}
@@ -72,8 +75,8 @@ class ValidationLog:
     def _save_if_best(self, step: int, reward: float, version: int | None) -> None:
         """Write the policy to `best/`, with its score, if it has the highest validation reward so far.
 
-        Rewards from different versions of a live reward model cannot be compared, so the first validation by a new
-        version counts as the best.
+        Rewards from different versions of a live reward model, or from validations with different fingerprints, cannot
+        be compared, so the first validation by a new one counts as the best.
         """
         if not math.isfinite(reward):
             logger.warning("validation at step %d: no response has a score, so best/ is unchanged", step)
@@ -81,9 +84,16 @@ class ValidationLog:
         best = self._dir / "best"
         old = read_json(best / "best.json")
         # A best/ of a later step was written before a resume from an older checkpoint, so it is replaced.
-        if old is not None and old.get("reward_version") == version and old["reward"] >= reward and old["step"] <= step:
+        if (
+            old is not None
+            and old.get("reward_version") == version
+            and old.get("validation_fingerprint", self._fingerprint) == self._fingerprint  # 0.1.0 wrote none
+            and old["reward"] >= reward
+            and old["step"] <= step
+        ):
             return
-        score = {"step": step, "reward": reward, **({} if version is None else {"reward_version": version})}
+        score = {"step": step, "reward": reward, "validation_fingerprint": self._fingerprint}
+        score |= {} if version is None else {"reward_version": version}
         write_policy(self._policy, best, score)
 
     def summary(self) -> dict[str, float]:
@@ -112,3 +122,10 @@ class ValidationLog:
         rows = iter(await scorer.add_values(rows_of(conversations)))
         valued = [tuple(next(rows) for _ in conversation) for conversation in conversations]
         return {"ev_last": await asyncio.to_thread(explained_by_values, conversations, valued)}
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """Return what must be equal for the rewards of two validations to be comparable, as text."""
+    section = config.actor.validation
+    prompts = fingerprint(section.prompts) if section.prompts and section.size else ""
+    return f"{prompts}-{section.size}-{'greedy' if section.greedy else 'sampled'}-{reward_fingerprint(config)}"

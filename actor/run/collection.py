@@ -254,7 +254,7 @@ def _with_reference(row: RolloutRow, logprobs: np.ndarray | str) -> RolloutRow:
 
 
 def has_spread(group: Group, settings: AlgorithmSection, truncated: str) -> bool:
-    """Return whether the scores of a group differ, so that the group contributes a gradient.
+    """Return whether the scores of a group, or its process rewards, differ, so that the group contributes a gradient.
 
     Args:
         settings: with `mask_unfinished`, responses that did not end do not count.
@@ -268,9 +268,29 @@ def has_spread(group: Group, settings: AlgorithmSection, truncated: str) -> bool
         not failure_of(conversation) and (end.ended or not settings.mask_unfinished)
         for conversation, end in zip(limited, ends, strict=True)
     ]
-    rewards = torch.tensor([end.score.reward for end in ends])
-    groups = torch.zeros(len(limited), dtype=torch.int64)
-    return bool((subtract_mean(rewards, groups, torch.tensor(counted)) != 0).any())
+    parts = [_compared_rewards(end) for end in ends]
+    totals = [(sum(rewards), is_counted) for rewards, is_counted in zip(parts, counted, strict=True)]
+    steps = [(reward, is_counted) for rewards, is_counted in zip(parts, counted, strict=True) for reward in rewards]
+    return _differ(totals) or _differ(steps)
+
+
+def _compared_rewards(end: RolloutRow) -> list[float]:
+    """Return a response's reward; with process rewards, each step's, the last one with the rest of the reward.
+
+    Algorithms with groups compare conversations with environments by their total rewards alone.
+    """
+    score = end.score
+    if score.steps is None or score.ends is None or end.turns is not None or not score.ends.any():
+        return [score.reward]
+    rewards: list[float] = score.steps[score.ends].tolist()
+    rewards[-1] += score.outcome
+    return rewards
+
+
+def _differ(rewards: Sequence[tuple[float, bool]]) -> bool:
+    """Return whether the rewards that count differ by more than rounding; each comes with whether it counts."""
+    values, counted = map(torch.tensor, zip(*rewards, strict=True))
+    return bool((subtract_mean(values, torch.zeros(len(values), dtype=torch.int64), counted) != 0).any())
 
 
 def num_sampled_tokens(groups: Sequence[Group]) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ GUARDED = (
 # Settings of a guarded section that change how fast a reward is computed, or which one later, but not its value.
 MECHANICS = {*ModelSection.model_fields, "timeout_s", "workers", "store", "max_failed_fraction"}
 MECHANICS -= {"model", "dtype", "max_length"}
+REWARDING = ("reward", "environment.")  # prefixes of guarded settings that decide the value of a reward
 PROCESSES = ("run.", "server.", "monitoring.", "gateway.")
-PLACES = ("actor.generation.vllm.servers", "environment.options.url")  # the latter of an OpenEnv server
-OPERATION = (*PROCESSES, *PLACES, "actor.steps", "actor.max_minutes", "actor.client.")
+OPENENV = "rlhf_triton.actor.environments.openenv:OpenEnv"
+OPERATION = (*PROCESSES, "actor.generation.vllm.servers", "actor.steps", "actor.max_minutes", "actor.client.")
 RESULTS = ("run.seed", "run.deterministic")  # settings of the processes that change what the run computes
 FIXED_KEYS = ("critic.model", "critic.standardization")
 DAMAGED_FILE = "{} is damaged: {}; delete it to go on without the settings of the earlier start"
@@ -66,7 +68,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     changed = {
         key: [before.get(key), now.get(key)]
         for key in {**before, **now}
-        if before.get(key) != now.get(key) and (key in RESULTS or not key.startswith(OPERATION))
+        if before.get(key) != now.get(key) and (key in RESULTS or not _is_operation(key, config))
     }
     fixed = (
         FIXED_KEYS if (config.run.weights_dir / "CURRENT").exists() else ()
@@ -133,6 +135,19 @@ def read_contents(config: RunConfig) -> dict[str, str]:
     return contents
 
 
+def reward_fingerprint(config: RunConfig) -> str:
+    """Return a hash of the settings that decide a response's reward, and of the contents that `write_settings` found.
+
+    Settings at their defaults are left out, so that a release that adds one has the same fingerprint.
+    """
+    used = flat_settings(config)
+    given = flattened(config.model_dump(mode="json", exclude_defaults=True))
+    settings = {key: given[key] for key in given if key in used and _is_guarded(key) and not _is_operation(key, config)}
+    parts = (settings, read_json(config.run.dir / CONTENTS_FILE) or {})
+    rewarding = [{key: part[key] for key in part if key.startswith(REWARDING)} for part in parts]
+    return hashlib.sha256(json.dumps(rewarding, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def actor_checkpoints(run_dir: Path) -> Path:
     """Return the folder of the actor's checkpoints."""
     return run_dir / "checkpoints" / "actor"
@@ -180,3 +195,13 @@ def _is_guarded(key: str) -> bool:
     return key.startswith(GUARDED) and (
         ".options." in key or key == "environment.timeout_s" or key.rpartition(".")[2] not in MECHANICS
     )
+
+
+def _is_operation(key: str, config: RunConfig) -> bool:
+    """Return whether a setting says where and how the run's processes work, such as the address of an OpenEnv server.
+
+    To a class of the user's own, an option of this name may mean anything.
+    """
+    own = config.environment
+    is_address = key == "environment.options.url" and own is not None and own.class_ == OPENENV
+    return is_address or key.startswith(OPERATION)

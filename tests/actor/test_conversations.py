@@ -704,6 +704,19 @@ def test_group_spread_uses_only_trained_scores(truncated, mask_unfinished, diffe
     assert has_spread(group, settings, truncated) == differs
 
 
+@pytest.mark.parametrize(
+    ("steps", "differs"),
+    [([(1.0, 0.0), (0.0, 1.0)], True), ([(0.2, 0.9), (0.2, 0.3)], True), ([(0.5, 0.5), (0.5, 0.5)], False)],
+)
+def test_group_spread_compares_process_rewards(steps, differs):
+    """A response's score is the smallest reward of a step."""
+    ends = np.array([False, True, True])
+    scores = [Score(reward=min(each), steps=np.array([0.0, *each], np.float32), ends=ends) for each in steps]
+    (group,) = groups_of([(a_sample([1, 1], score=score),) for score in scores], 2)
+    settings = actor_section(algorithm={"name": "grpo", "responses_per_prompt": 2}, rollout_size=2).algorithm
+    assert has_spread(group, settings, "score") == differs
+
+
 # ---- what is read of a reply: its special tokens mean something ----
 
 THOUGHTS = tokenizer_of()

@@ -395,11 +395,42 @@ async def test_best_validation_has_the_highest_reward_within_one_reward_version(
     assert files == (["best.json", "model.safetensors"] if best[-1] else [])
 
 
+@pytest.mark.parametrize(
+    ("settings", "sections", "changed_files", "best"),
+    [
+        ({}, {}, {}, 1),
+        ({"steps": 9, "validation_every": 2}, {}, {}, 1),
+        ({}, {}, {"contents.json": '{"actor.algorithm.loss": "b", "rewards.a.function": "a"}'}, 1),
+        ({}, {}, {"contents.json": '{"actor.algorithm.loss": "a", "rewards.a.function": "b"}'}, 2),
+        ({}, {}, {"held_out.jsonl": '{"text": "another file"}'}, 2),
+        ({"validation_size": 3}, {}, {}, 2),
+        ({"validation_greedy": True}, {}, {}, 2),
+        ({}, {"rewards": {"a": {"function": "mine.py:other"}}}, {}, 2),
+        ({}, {}, {"best/best.json": '{"step": 1, "reward": 0.9}'}, 1),  # written by an earlier version
+    ],
+)
+async def test_best_validation_counts_only_among_those_of_equal_prompts_and_reward(
+    tmp_path, server, settings, sections, changed_files, best
+):
+    files = {"contents.json": '{"actor.algorithm.loss": "a", "rewards.a.function": "a"}', "held_out.jsonl": "{}"}
+    given = {"validation_prompts": tmp_path / "held_out.jsonl"}
+    runs = Recorded(tmp_path, server, **given), Recorded(tmp_path, server, **given, **settings)
+    rewards = {"rewards": {"a": {"function": "mine.py:reward"}}}
+    for run, added in zip(runs, (rewards, {**rewards, **sections}), strict=True):
+        run.config = RunConfig.model_validate({**run.config.model_dump(exclude_unset=True), **added})
+    for run, written, result in zip(runs, (files, changed_files), ((1, 0.9), (2, 0.3)), strict=True):
+        for name, text in written.items():
+            (tmp_path / name).write_text(text)
+        _, found = await validates(run, (result[0], validation(result[1])))
+    assert found == [best]
+
+
 # ---- settings: a run does not resume silently with another reward, algorithm or policy ----
 
 
 CODE = "def verify(sample):\n    return 1.0\n"
 GAME = {"class": "game.py:Game", "options": {"workers": 1}}
+OPENENV = {"class": "rlhf_triton.actor.environments.openenv:OpenEnv", "options": {"url": "http://a"}}
 COSINE = {"lr": 5e-5, "min_lr": 0.0}  # a schedule that ends with the run
 
 
@@ -443,6 +474,21 @@ def after_five_steps(run, **settings):
             {"environment": {**GAME, "options": {"workers": 9}}},
             "environment.options.workers: 1 -> 9",
             True,
+        ),
+        (
+            {"environment": OPENENV},
+            {"environment": {**OPENENV, "options": {"url": "http://b"}}},
+            None,
+            False,
+        ),
+        *(
+            (
+                {"environment": {**each, "options": {**each["options"], name: "a"}}},
+                {"environment": {**each, "options": {**each["options"], name: "b"}}},
+                f"environment.options.{name}: a -> b",
+                True,
+            )
+            for each, name in ((GAME, "url"), (OPENENV, "url_map"))
         ),
         (
             {"prompts_files": [{"path": "a"}]},

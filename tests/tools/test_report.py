@@ -128,8 +128,17 @@ class TestData:
         with pytest.raises(FileNotFoundError, match=name):
             finish_run(run_dir, **MEASURED)
 
-    def test_report_compares_only_prompts_validated_before_and_after(self, run_dir):
-        write_lines(run_dir / "samples.jsonl", SAMPLES[:3])
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            SAMPLES[:3],
+            [*SAMPLES[:3], sample("b", "after", " a good thing.", 4.0, prompt="another file's")],
+            [row | {"prompt_id": "a"} for row in SAMPLES[:3]],
+        ],
+        ids=["validated once", "another prompt of this id", "ids that name several prompts"],
+    )
+    def test_report_compares_only_prompts_validated_before_and_after(self, run_dir, rows):
+        write_lines(run_dir / "samples.jsonl", rows)
         assert finish_run(run_dir, **MEASURED).summary["reward_gain_ci95"] == [2.0, 2.0]
 
     def test_a_run_that_validates_only_since_a_resume_or_fork_has_a_report_without_pairs(self, run_dir):
@@ -151,6 +160,12 @@ class TestData:
     def test_read_steps_keeps_the_last_line_of_a_repeated_step(self, tmp_path):
         write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
         assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
+
+    @pytest.mark.parametrize("last", [1, 3, 4, 8, 16])
+    def test_thinned_steps_end_with_the_last_one(self, tmp_path, last):
+        write_lines(tmp_path / "metrics.jsonl", [{"step": step} for step in range(1, last + 1)])
+        steps = [row["step"] for row in read_steps(tmp_path / "metrics.jsonl", 3)]
+        assert steps == {1: [1], 3: [1, 2, 3], 4: [1, 3, 4], 8: [1, 5, 8], 16: [1, 9, 16]}[last]
 
     def test_read_pairs_joins_prompt_and_response_and_keeps_conversations(self, run_dir):
         assert read_pairs(run_dir)[0].text_after == "It is a great thing."

@@ -69,9 +69,9 @@ class RunRecord:
     folder: Path  # absolute
     summary: dict[str, Any]  # {name in SUMMARY_KEYS: value}
     settings: dict[str, Any]  # {`section.key`: value}; empty if `rlhf-triton run` did not start the run
-    steps: list[dict[str, Any]]  # every n-th step of a long run
+    steps: list[dict[str, Any]]  # of a long run, every n-th step and the newest
     pairs: list[Pair]
-    validations: list[dict[str, Any]]  # every n-th line; empty if the run does not validate
+    validations: list[dict[str, Any]]  # every n-th line and the newest; empty if the run does not validate
     changes: list[dict[str, Any]]  # resumes with other settings, as CHANGES_FILE has them
     texts: list[dict[str, Any]]  # from training rollouts, if the run has no pairs, or conversations
     is_finished: bool  # the actor has done its last step and validation
@@ -234,9 +234,13 @@ def loading_line(run_dir: Path) -> str | None:
 
 
 def read_steps(path: Path, most: float = MAX_DRAWN) -> list[dict[str, Any]]:
-    """Return the rows of a file by ascending step, at most `most`; the last one of a step that a resume repeated."""
+    """Return the rows of a file by ascending step, the last one of a step that a resume repeated.
+
+    Of more than `most` rows, return every n-th and the newest.
+    """
     rows: list[dict[str, Any]] = []
     every = 1
+    newest: list[dict[str, Any]] = []
     for i, row in enumerate(each_line(path)):
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
@@ -245,7 +249,8 @@ def read_steps(path: Path, most: float = MAX_DRAWN) -> list[dict[str, Any]]:
         if len(rows) > most:
             rows = rows[::2]
             every *= 2
-    return rows
+        newest = [row]
+    return rows if rows[-1:] == newest else rows + newest
 
 
 def _read_texts(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """The held-out texts of a run before and after training, as pairs, and gains over them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,18 +69,23 @@ class Gain:
 def read_pairs(run_dir: Path) -> list[Pair]:
     """Return the pairs in samples.jsonl, in its order: of the prompts that the run validated before and after.
 
-    There are none in a fork, and in a run that validates only since it was resumed.
+    There are none in a fork, and in a run that validates only since it was resumed, or since then other prompts.
     """
     path = run_dir / "samples.jsonl"
-    sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
+    sides: dict[str, dict[tuple[str, str, int], dict[str, Any]]] = {"before": {}, "after": {}}
+    counts = Counter[tuple[str, str, str]]()
     for row in each_line(path, required=True):
-        sides[row["when"]][row["prompt_id"]] = row
+        # An id may name several prompts, or one of an earlier file. An environment's first text may differ each time.
+        prompt = "" if "turns" in row else row.get("question", row["prompt"])
+        named = row["when"], row["prompt_id"], prompt
+        sides[row["when"]][row["prompt_id"], prompt, counts[named]] = row
+        counts[named] += 1
     before = sides["before"]
     after = sides["after"]
     # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
     stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
     glue = " " if stripped else ""
-    return [_pair(row, after[prompt_id], glue) for prompt_id, row in before.items() if prompt_id in after]
+    return [_pair(row, after[key], glue) for key, row in before.items() if key in after]
 
 
 def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
