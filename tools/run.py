@@ -5,6 +5,7 @@ process dies, the run stops and the error message names the process.
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import shutil
@@ -304,10 +305,11 @@ def _print_outcome(run_dir: Path) -> None:
 
 def _print_policy(run_dir: Path) -> None:
     """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
-    if folder := newest_saved_policy(run_dir):
-        print(f"policy: {folder}, which {loading_line(run_dir)} loads")
-    elif newest := last_step(run_dir):
-        print(
-            f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
-            "Face folder"
-        )
+    with contextlib.suppress(OSError):  # the cause of a run's end is still to be reported
+        if folder := newest_saved_policy(run_dir):
+            print(f"policy: {folder}, which {loading_line(run_dir)} loads")
+        elif newest := last_step(run_dir):
+            print(
+                f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
+                "Face folder"
+            )

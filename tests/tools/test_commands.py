@@ -277,6 +277,35 @@ def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoint
         assert line == f"policy: rlhf-triton export '{folder}' writes that of step 7 as a Hugging Face folder"
 
 
+@pytest.mark.usefixtures("signals_kept")
+@pytest.mark.parametrize(
+    ("lost", "error", "code"),
+    [("stdout", KeyboardInterrupt, 130), ("stdout", RlhfError, 2), ("run.lock", RlhfError, 2)],
+)
+def test_run_stops_its_processes_and_names_the_cause_without_its_output(
+    tmp_path, checkpoints, monkeypatch, capsys, lost, error, code
+):
+    """`tee` has gone, or the disk is full: nothing can be printed, or the phase not be written."""
+    run = make_run(tmp_path / "run", checkpoints)
+    folder = run.config.run.dir
+
+    def execute(_):
+        (folder / "checkpoints" / "actor" / "7").mkdir(parents=True)
+        if lost == "run.lock":
+            (folder / lost).unlink()
+            (folder / lost).mkdir()
+        raise error("the actor was killed")
+
+    stopped = mock.Mock()
+    monkeypatch.setattr(tools_run.RunProcesses, "execute", execute)
+    monkeypatch.setattr(tools_run.RunProcesses, "stop", stopped)
+    if lost == "stdout":
+        monkeypatch.setattr(sys, "stdout", mock.Mock(**{"write.side_effect": BrokenPipeError(32, "Broken pipe")}))
+    assert tools_run.main(["--config", str(run.path)]) == code
+    stopped.assert_called_once_with()
+    assert ("error: the actor was killed" if code == 2 else "stopped; ") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("figures", "override", "is_finished"),
     [
