@@ -227,10 +227,17 @@ def is_finished(config: RunConfig, *, accepts_changes: bool) -> bool:
 
 
 def set_aside(run_dir: Path) -> None:
-    """Rename the folder of an earlier run to `<dir>.previous`; a folder that already has this name is deleted."""
-    previous = run_dir.with_name(f"{run_dir.name}.previous")
+    """Rename the folder of an earlier run to `<dir>.previous`; a folder that already has this name is deleted.
+
+    A link stays, and its folder is renamed, so that the next run is on the same disk.
+    """
+    folder = run_dir.resolve()
+    previous = folder.with_name(f"{folder.name}.previous")
+    if previous.is_symlink():
+        previous.unlink()
     shutil.rmtree(previous, ignore_errors=True)
-    run_dir.rename(previous)
+    folder.rename(previous)
+    folder.mkdir()
 
 
 @reporting

@@ -306,6 +306,22 @@ def test_run_stops_its_processes_and_names_the_cause_without_its_output(
     assert ("error: the actor was killed" if code == 2 else "stopped; ") in capsys.readouterr().err
 
 
+def test_fresh_moves_the_folder_behind_a_link(tmp_path):
+    """New runs stay on the disk that the link names. Release 0.1.0 renamed links."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "older").mkdir()
+    (disk / "run.previous").symlink_to(tmp_path / "older")
+    link = tmp_path / "link"
+    link.symlink_to(disk / "run")
+    (disk / "run").mkdir()
+    for number in range(2):
+        (link / f"{number}").touch()
+        tools_run.set_aside(link)
+        assert sorted(path.name for path in disk.rglob("*")) == [f"{number}", "run", "run.previous"]
+    assert (tmp_path / "older").is_dir()
+
+
 @pytest.mark.parametrize(
     ("figures", "override", "is_finished"),
     [
