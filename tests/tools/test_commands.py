@@ -383,6 +383,11 @@ def test_status_describes_a_run_in_each_phase(tmp_path, checkpoints, capsys):
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8 of 77; the next start continues")
     write_json(tmp_path / "settings.json", load_config(run.path, ["actor.steps=8"]).model_dump(mode="json"))
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8")
+    run.store.root.mkdir(parents=True, exist_ok=True)
+    (run.store.root / "CURRENT").write_text("3")
+    *_, critic, instances, samples = lines_of(run.path, capsys)
+    assert critic == "critic    version 3 is not in the weights store"
+    assert (instances.strip(), samples) == ("no instance is alive", "samples   none are kept")
 
 
 def test_status_shows_a_running_server_and_a_silent_remote_instance(live, capsys):
