@@ -44,6 +44,7 @@ from rlhf_triton.tools.server.server_log import readable
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "matplotlib", "peft"}
 CONFIG = ["--config", "{folder}/none.yaml"]
+LOST = mock.Mock(**{"write.side_effect": BrokenPipeError(32, "Broken pipe")})  # as stdout
 ERRORS = {  # a command that starts, and cannot do what it was started for
     "run": CONFIG,
     "serve": CONFIG,
@@ -300,7 +301,7 @@ def test_run_stops_its_processes_and_names_the_cause_without_its_output(
     monkeypatch.setattr(tools_run.RunProcesses, "execute", execute)
     monkeypatch.setattr(tools_run.RunProcesses, "stop", stopped)
     if lost == "stdout":
-        monkeypatch.setattr(sys, "stdout", mock.Mock(**{"write.side_effect": BrokenPipeError(32, "Broken pipe")}))
+        monkeypatch.setattr(sys, "stdout", LOST)
     assert tools_run.main(["--config", str(run.path)]) == code
     stopped.assert_called_once_with()
     assert ("error: the actor was killed" if code == 2 else "stopped; ") in capsys.readouterr().err
@@ -485,3 +486,16 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path
     monkeypatch.setattr(starting, "ServerHealth", mock.Mock())
     assert command.main(["--config", str(path)]) == code
     server.stop.assert_called_once_with()
+
+
+@pytest.mark.usefixtures("signals_kept")
+def test_serve_drains_without_its_output(tmp_path, checkpoints, monkeypatch):
+    """Such as after Ctrl-C in `rlhf-triton serve | tee log`, which ends `tee` first."""
+    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
+    server = mock.Mock()
+    monkeypatch.setattr(starting, "start_server", lambda *_, **__: server)
+    monkeypatch.setattr(starting, "ServerHealth", lambda *_: mock.Mock(restart_reason=None))
+    monkeypatch.setattr(serve.time, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(sys, "stdout", LOST)
+    assert serve.main(["--config", str(path)]) == 0
+    assert [name for name, *_ in server.method_calls if name in ("drain", "stop")] == ["drain", "stop"]
