@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf_triton.actor.run.settings import actor_checkpoints, last_step
-from rlhf_triton.checkpoints.inspection import CheckpointError
+from rlhf_triton.checkpoints.inspection import CheckpointError, is_same_model
 from rlhf_triton.config.command_line import interrupt_on_signals, reporting
 from rlhf_triton.store.durable import numbers_in, read_json, write_folder
 from rlhf_triton.tools.arguments import parse
@@ -49,8 +49,8 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
         as_adapter: write the adapter alone; False: a whole model, into which adapters are merged.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, the model it started from cannot be loaded, `out`
-            exists, or the policy has no adapter.
+        CheckpointError: there is no such checkpoint, it is damaged, the model it started from cannot be loaded or has
+            changed, `out` exists, or the policy has no adapter.
     """
     checkpoints = actor_checkpoints(run_dir)
     steps = numbers_in(checkpoints)
@@ -90,5 +90,10 @@ def _policy_of(folder: Path) -> Policy:
     settings = PolicySection(model=Path(state["start"]), **saved)
     kl = KLSection(coef=0.0)  # without a copy of the start as the reference
     policy = Policy(ActorSection(policy=settings, kl=kl), longest_row=(1, ""))
+    if not is_same_model(state["start_fingerprint"], policy.fingerprint):
+        raise CheckpointError(
+            f"{folder} was saved by a run that started from {settings.model}, which has different weights, config.json "
+            "or tokenizer now; restore that model"
+        )
     policy.trained.load_weights(folder)
     return policy

@@ -5,6 +5,7 @@ process dies, the run stops and the error message names the process.
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import shutil
@@ -226,10 +227,17 @@ def is_finished(config: RunConfig, *, accepts_changes: bool) -> bool:
 
 
 def set_aside(run_dir: Path) -> None:
-    """Rename the folder of an earlier run to `<dir>.previous`; a folder that already has this name is deleted."""
-    previous = run_dir.with_name(f"{run_dir.name}.previous")
+    """Rename the folder of an earlier run to `<dir>.previous`; a folder that already has this name is deleted.
+
+    A link stays, and its folder is renamed, so that the next run is on the same disk.
+    """
+    folder = run_dir.resolve()
+    previous = folder.with_name(f"{folder.name}.previous")
+    if previous.is_symlink():
+        previous.unlink()
     shutil.rmtree(previous, ignore_errors=True)
-    run_dir.rename(previous)
+    folder.rename(previous)
+    folder.mkdir()
 
 
 @reporting
@@ -304,10 +312,11 @@ def _print_outcome(run_dir: Path) -> None:
 
 def _print_policy(run_dir: Path) -> None:
     """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
-    if folder := newest_saved_policy(run_dir):
-        print(f"policy: {folder}, which {loading_line(run_dir)} loads")
-    elif newest := last_step(run_dir):
-        print(
-            f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
-            "Face folder"
-        )
+    with contextlib.suppress(OSError):  # the cause of a run's end is still to be reported
+        if folder := newest_saved_policy(run_dir):
+            print(f"policy: {folder}, which {loading_line(run_dir)} loads")
+        elif newest := last_step(run_dir):
+            print(
+                f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
+                "Face folder"
+            )

@@ -133,11 +133,14 @@ def _sidecar(config: RunConfig) -> str:
 
 
 def _versions(name: str, store: WeightsStore) -> Iterator[str]:
-    current = store.current()
-    if current is None:
-        yield f"{name:<9} no version yet"
-        return
-    yield f"{name:<9} CURRENT is version {current} (step {store.manifest(current).step})"
+    try:
+        current = store.current()
+        if current is None:
+            yield f"{name:<9} no version yet"
+            return
+        yield f"{name:<9} CURRENT is version {current} (step {store.manifest(current).step})"
+    except REPORTED as error:  # as above
+        yield f"{name:<9} {reason_of(error)}"
     records = store.serving()
     for record in records:
         swap = "" if record.swap_ms is None else f", swapped in {record.swap_ms:.0f} ms"

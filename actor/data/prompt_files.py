@@ -31,6 +31,7 @@ CACHED_BYTES = 2**30  # limit for decoded row groups of Parquet files
 FINGERPRINT_BYTES = 64 * 1024
 ARROW_FILE_MAGIC = b"ARROW1"  # distinguishes the Arrow file format from streams, which have no magic bytes
 TABLES = (".parquet", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 JSON_TYPES = (str, int, float, bool, type(None))
 
 
@@ -53,7 +54,7 @@ def open_rows(path: Path) -> "JsonLines | TableRows":
     Raises:
         PromptError: the file is unreadable or not in the format of its suffix.
     """
-    return TableRows(path) if path.is_dir() or path.suffix in TABLES else JsonLines(path)
+    return TableRows(path) if path.is_dir() or path.suffix.lower() in TABLES else JsonLines(path)
 
 
 def read_rows(path: Path) -> Iterator[PromptRow]:
@@ -177,7 +178,8 @@ class JsonLines:
             text = os.pread(self._file.fileno(), end - begin, begin).decode(_encoding(number))
             columns = json.loads(text, object_pairs_hook=partial(_object_without_duplicates, where))
         except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"cannot read the prompts {where}: {_cause(error, self.path)}") from error
+            hint = "; decompress the file" if self.path.suffix.lower() in COMPRESSED else ""
+            raise PromptError(f"cannot read the prompts {where}: {_cause(error, self.path)}{hint}") from error
         except PromptError:
             raise
         except (ValueError, RecursionError) as error:  # ValueError also for a number with thousands of digits
@@ -292,7 +294,7 @@ def _row_groups(path: Path) -> list[tuple[int, Callable[[], Any]]]:
             f"cannot read the prompts {path}: {error}; install pyarrow, or convert them to JSONL"
         ) from error
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             file = parquet.ParquetFile(path)
             counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             return [(count, partial(file.read_row_group, i)) for i, count in enumerate(counts)]

@@ -124,9 +124,9 @@ class RunCheckpoints:
                     raise
                 skipped[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
             else:
+                for older in self._folder.glob(f"*{ASIDE_SUFFIX}") if skipped else ():
+                    remove_folder(older)
                 for newer, reason in skipped.items():
-                    for older in self._folder.glob(f"*{ASIDE_SUFFIX}"):
-                        remove_folder(older)
                     aside = set_aside(self._folder / str(newer))
                     logger.warning("%s; kept as %s, resuming from step %d instead", reason, aside.name, step)
                 return step, state

@@ -1,7 +1,6 @@
 """Shared parts of the command-line entry points: arguments, logging, signals and error reporting."""
 
 import argparse
-import contextlib
 import errno
 import functools
 import logging
@@ -86,8 +85,7 @@ def report(error: BaseException, code: int = 2) -> int:
     """Print the error to stderr; return `code`, the exit code. 2 means that the command could not do its work."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     hint = "; make room, and start again" if is_full else ""
-    with contextlib.suppress(OSError):  # stderr may be a log on a full disk
-        say(f"error: {error if isinstance(error, RlhfError) else reason_of(error)}{hint}", sys.stderr)
+    say(f"error: {error if isinstance(error, RlhfError) else reason_of(error)}{hint}", sys.stderr)
     return code
 
 

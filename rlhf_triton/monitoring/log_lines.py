@@ -1,5 +1,6 @@
 """Writes log lines as JSON: one object per line, with run, step and weights version."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -78,9 +79,13 @@ def is_json() -> bool:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print `text` to `file` (default: stdout), or, if this process logs JSON, log it at the level of its prefix."""
+    """Print `text` to `file` (default: stdout), or, if this process logs JSON, log it at the level of its prefix.
+
+    A terminal that has gone, or a full disk, is no error.
+    """
     if not is_json():
-        print(text, file=file, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, file=file, flush=True)
         return
     message = text.removeprefix("  | ")  # a line of the server's log
     prefix = next(filter(message.startswith, _PREFIXES), "")

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -294,7 +295,8 @@ def test_adapters_are_merged_only_inside_with_merged_layers(family, tmp_path):
     ids=["full", "lora", "bfloat16"],
 )
 def test_an_exported_checkpoint_loads_with_transformers_and_peft(llama, tmp_path, settings, capsys):
-    policy, rollout = trained(llama, **settings)
+    start = shutil.copytree(llama, tmp_path / "start")
+    policy, rollout = trained(start, **settings)
     policy.save(tmp_path / "expected")
     save(tmp_path / "checkpoints" / "actor", policy, step=3)
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / "expected")]
@@ -310,6 +312,9 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(llama, tmp_path
     for wrong, text in (refused if settings else {**refused, "--peft": ""}).items():
         assert export([str(tmp_path), wrong]) == 2
         assert text in capsys.readouterr().err
+    change_tensors(start, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    assert export([str(tmp_path), "--out", str(tmp_path / "other")]) == 2
+    assert f"started from {start}, which has different weights" in capsys.readouterr().err
 
 
 def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_path):

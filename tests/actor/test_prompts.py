@@ -1,6 +1,7 @@
 """Tests of `actor.data`: prompts from JSONL, Parquet, Arrow and saved datasets; their order, weights, and resuming."""
 
 import datetime
+import gzip
 import json
 import re
 import tracemalloc
@@ -221,8 +222,8 @@ def table_of(rows):
 
 
 def parquet_file(folder, rows):
-    parquet.write_table(table_of(rows), folder / "prompts.parquet", row_group_size=2)
-    return folder / "prompts.parquet"
+    parquet.write_table(table_of(rows), folder / "prompts.PARQUET", row_group_size=2)
+    return folder / "prompts.PARQUET"
 
 
 def arrow_stream(folder, rows):
@@ -381,7 +382,10 @@ def test_unreadable_prompt_files_and_folders_are_reported_by_path(tmp_path):
     for name in ("broken.parquet", "broken.arrow", "latin.jsonl"):
         (tmp_path / name).write_bytes(b'{"text": "\xe9"}')
     names = ("broken.parquet", "broken.arrow", "none.parquet", "none.jsonl", "latin.jsonl")
+    compressed = tmp_path / "prompts.jsonl.gz"
+    compressed.write_bytes(gzip.compress(b'{"text": "a"}'))
     for path, message in {
+        compressed: f"cannot read the prompts {compressed}:1: it is not UTF-8 (byte 1); decompress the file",
         tmp_path / "all": f"{tmp_path / 'all'} contains several splits; choose one of its subfolders: test, train",
         tmp_path: f"cannot read the prompts {tmp_path}: not a folder written by datasets' save_to_disk",
         missing.parent: f"cannot read the prompts {missing}: ",

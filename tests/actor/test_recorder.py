@@ -188,17 +188,26 @@ async def test_staleness_of_a_rolled_back_version_uses_its_manifests_step(tmp_pa
     assert run.critic.staleness([2, 3, 3, 9], step=6)["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
-async def test_checkpoint_ahead_of_the_critic_is_set_aside(tmp_path, server):
-    """The run ended while no server answered; the one before counts, also after the critic has that step again."""
+@pytest.mark.parametrize(("keep", "received", "usable"), [(2, 5, 4), (3, 3, 2)])
+async def test_checkpoints_ahead_of_the_critic_are_set_aside(tmp_path, server, keep, received, usable):
+    """The run ended while no server answered; the one before counts, also after the critic has that step again.
+
+    All that a resume skips are kept, until a later one skips others.
+    """
     root = tmp_path / "checkpoints" / "actor"
-    await Recorded(tmp_path, server).save(2, 4, 6)
-    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])], "a save does not name the checkpoints that exist"
-    assert saved_steps(root) == [4, 6]
-    for server.received in (5, 6):
-        assert await Recorded(tmp_path, server).checkpoints.resume() == 4
-        assert saved_steps(root) == [4]
-    assert (root / "6.set-aside" / "state.json").is_file()
-    assert server.rewound == [4, 4]
+    await Recorded(tmp_path, server, keep_checkpoints=keep).save(2, 4, 6)
+    kept = [2, 4, 6][-keep:]
+    assert server.saved == [(2, [2]), (4, [2, 4]), (6, kept)], "a save does not name the checkpoints that exist"
+    assert saved_steps(root) == kept
+    for server.received in (received, 6):
+        assert await Recorded(tmp_path, server).checkpoints.resume() == usable
+        assert saved_steps(root) == [usable]
+        skipped = {f"{step}.set-aside/state.json" for step in kept if step > usable}
+        assert {str(path.relative_to(root)) for path in root.glob("*.set-aside/state.json")} == skipped
+    assert server.rewound == [usable, usable]
+    await Recorded(tmp_path, server).save(8)
+    assert await Recorded(tmp_path, server).checkpoints.resume() == usable
+    assert [path.name for path in root.glob("*.set-aside")] == ["8.set-aside"]
 
 
 @pytest.mark.parametrize(("target", "coef"), [(None, 0.5), (6.0, 0.1)])

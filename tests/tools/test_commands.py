@@ -44,6 +44,7 @@ from rlhf_triton.tools.server.server_log import readable
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "matplotlib", "peft"}
 CONFIG = ["--config", "{folder}/none.yaml"]
+LOST = mock.Mock(**{"write.side_effect": BrokenPipeError(32, "Broken pipe")})  # as stdout
 ERRORS = {  # a command that starts, and cannot do what it was started for
     "run": CONFIG,
     "serve": CONFIG,
@@ -277,6 +278,51 @@ def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoint
         assert line == f"policy: rlhf-triton export '{folder}' writes that of step 7 as a Hugging Face folder"
 
 
+@pytest.mark.usefixtures("signals_kept")
+@pytest.mark.parametrize(
+    ("lost", "error", "code"),
+    [("stdout", KeyboardInterrupt, 130), ("stdout", RlhfError, 2), ("run.lock", RlhfError, 2)],
+)
+def test_run_stops_its_processes_and_names_the_cause_without_its_output(
+    tmp_path, checkpoints, monkeypatch, capsys, lost, error, code
+):
+    """`tee` has gone, or the disk is full: nothing can be printed, or the phase not be written."""
+    run = make_run(tmp_path / "run", checkpoints)
+    folder = run.config.run.dir
+
+    def execute(_):
+        (folder / "checkpoints" / "actor" / "7").mkdir(parents=True)
+        if lost == "run.lock":
+            (folder / lost).unlink()
+            (folder / lost).mkdir()
+        raise error("the actor was killed")
+
+    stopped = mock.Mock()
+    monkeypatch.setattr(tools_run.RunProcesses, "execute", execute)
+    monkeypatch.setattr(tools_run.RunProcesses, "stop", stopped)
+    if lost == "stdout":
+        monkeypatch.setattr(sys, "stdout", LOST)
+    assert tools_run.main(["--config", str(run.path)]) == code
+    stopped.assert_called_once_with()
+    assert ("error: the actor was killed" if code == 2 else "stopped; ") in capsys.readouterr().err
+
+
+def test_fresh_moves_the_folder_behind_a_link(tmp_path):
+    """New runs stay on the disk that the link names. Release 0.1.0 renamed links."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "older").mkdir()
+    (disk / "run.previous").symlink_to(tmp_path / "older")
+    link = tmp_path / "link"
+    link.symlink_to(disk / "run")
+    (disk / "run").mkdir()
+    for number in range(2):
+        (link / f"{number}").touch()
+        tools_run.set_aside(link)
+        assert sorted(path.name for path in disk.rglob("*")) == [f"{number}", "run", "run.previous"]
+    assert (tmp_path / "older").is_dir()
+
+
 @pytest.mark.parametrize(
     ("figures", "override", "is_finished"),
     [
@@ -338,6 +384,11 @@ def test_status_describes_a_run_in_each_phase(tmp_path, checkpoints, capsys):
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8 of 77; the next start continues")
     write_json(tmp_path / "settings.json", load_config(run.path, ["actor.steps=8"]).model_dump(mode="json"))
     assert lines_of(run.path, capsys)[0].endswith(": finished after step 8")
+    run.store.root.mkdir(parents=True, exist_ok=True)
+    (run.store.root / "CURRENT").write_text("3")
+    *_, critic, instances, samples = lines_of(run.path, capsys)
+    assert critic == "critic    version 3 is not in the weights store"
+    assert (instances.strip(), samples) == ("no instance is alive", "samples   none are kept")
 
 
 def test_status_shows_a_running_server_and_a_silent_remote_instance(live, capsys):
@@ -435,3 +486,16 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path
     monkeypatch.setattr(starting, "ServerHealth", mock.Mock())
     assert command.main(["--config", str(path)]) == code
     server.stop.assert_called_once_with()
+
+
+@pytest.mark.usefixtures("signals_kept")
+def test_serve_drains_without_its_output(tmp_path, checkpoints, monkeypatch):
+    """Such as after Ctrl-C in `rlhf-triton serve | tee log`, which ends `tee` first."""
+    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
+    server = mock.Mock()
+    monkeypatch.setattr(starting, "start_server", lambda *_, **__: server)
+    monkeypatch.setattr(starting, "ServerHealth", lambda *_: mock.Mock(restart_reason=None))
+    monkeypatch.setattr(serve.time, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(sys, "stdout", LOST)
+    assert serve.main(["--config", str(path)]) == 0
+    assert [name for name, *_ in server.method_calls if name in ("drain", "stop")] == ["drain", "stop"]

@@ -1,5 +1,6 @@
 """Prints the phases, steps and validations of a run, a line each, as the actor and the sidecar record them."""
 
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -46,11 +47,13 @@ class RunProgress:
     def phase(self, text: str) -> None:
         """Print the phase that begins now."""
         self.log(f"[{_clock(time.monotonic() - self._start)}] {text}")
-        write_phase(self._run_dir, text)  # for `rlhf-triton status`
+        with contextlib.suppress(OSError):  # as in `log`
+            write_phase(self._run_dir, text)  # for `rlhf-triton status`
 
     def log(self, text: str) -> None:
-        """Print a line."""
-        print(text, flush=True)
+        """Print a line, if possible: a lost terminal or full disk must not keep a run from stopping in order."""
+        with contextlib.suppress(OSError):
+            print(text, flush=True)
 
     def refresh(self) -> None:
         """Print a line for each step and validation recorded since the last call."""
