@@ -492,7 +492,7 @@ def test_signal_at_the_end_of_the_servers_start_stops_it(command, code, tmp_path
 def test_serve_drains_without_its_output(tmp_path, checkpoints, monkeypatch):
     """Such as after Ctrl-C in `rlhf-triton serve | tee log`, which ends `tee` first."""
     path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
-    server = mock.Mock()
+    server = mock.Mock(log_path=tmp_path / "tritonserver.log")
     monkeypatch.setattr(starting, "start_server", lambda *_, **__: server)
     monkeypatch.setattr(starting, "ServerHealth", lambda *_: mock.Mock(restart_reason=None))
     monkeypatch.setattr(serve.time, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))

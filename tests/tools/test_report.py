@@ -241,7 +241,7 @@ class TestPage:
         """A month-long run's pictures made a page of 77 MB and took minutes."""
         run = load_run(write_run(tmp_path / "long", num_steps=5000))
         steps = [row["step"] for row in run.steps]
-        assert steps == list(range(1, 5000, 4))
+        assert steps == [*range(1, 5000, 4), 5000]
         assert run.summary["reloads"] == 5000
         assert len(pictures(run)) == 8
 
@@ -515,7 +515,9 @@ class TestCommand:
 
     def test_page_of_a_running_or_crashed_run_reports_its_last_step(self, tmp_path):
         run_dir = tmp_path / "run"
-        run = RecordedRun(run_dir, validation_prompts="held.jsonl", validation_every=2).start()
+        held_out = tmp_path / "held.jsonl"
+        held_out.write_text('{"prompt": "a"}\n')
+        run = RecordedRun(run_dir, validation_prompts=held_out, validation_every=2).start()
         run.validated("before", 0, 0.0).steps(1, 2).validated("between", 2, 0.7)
         with only_actor(run_dir):
             page = page_of(run_dir)
