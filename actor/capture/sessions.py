@@ -143,8 +143,8 @@ class Session:
     def call(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> PolicyCall:
         """Return a call that continues the longest recorded prefix of `messages`.
 
-        Changes nothing, so that a thread whose result nobody waits for leaves nothing behind. Raises HttpError if the
-        session has had all its calls, TemplateError if the messages cannot be rendered.
+        Changes nothing, so that a cancelled request leaves nothing behind, even if a thread is still rendering it.
+        Raises HttpError if the session has had all its calls, TemplateError if the messages cannot be rendered.
         """
         if len(self.calls) + self.in_flight > self._limits.calls:
             self.limit = "max_turns"
