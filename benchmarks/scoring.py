@@ -53,6 +53,9 @@ from rlhf_triton.wire.contract import REWARD_MODEL, REWARDS, SEQUENCE_LENGTHS, T
 CORES = len(os.sched_getaffinity(0))
 QUEUE_DELAY_US = 2000
 PYTRITON_BATCH = 8  # rows
+PYTRITON_STARTS = 3
+# Instances load at once; all but the first connect to a socket of the first, which may not listen yet.
+PYTRITON_RACE = "get_config_from_handshake_server"
 DEADLINE_S = 900.0
 NUM_CHECKED = 32  # first rewards, which are compared with those of transformers
 TOLERANCE = 2e-3
@@ -207,9 +210,16 @@ def pytriton_padded(setup: Setup) -> Iterator[Running]:
     job = json.dumps([str(setup.checkpoint), setup.instances, setup.threads, *ports])
     # PyTriton's stubs need this interpreter's libpython, like the stubs of the project's tritonserver.
     environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(setup.threads)}
-    child = Child("PyTriton", ["benchmarks.scoring", job], setup.folder / "pytriton.log", environment)
     address = f"{HOST}:{ports[0]}"
-    with running(child, address, f"/v2/models/{REWARD_MODEL}/ready") as pid:
+    with contextlib.ExitStack() as stack:
+        for starts_left in reversed(range(PYTRITON_STARTS)):
+            child = Child("PyTriton", ["benchmarks.scoring", job], setup.folder / "pytriton.log", environment)
+            try:
+                pid = stack.enter_context(running(child, address, f"/v2/models/{REWARD_MODEL}/ready"))
+                break
+            except RlhfError as error:
+                if not starts_left or PYTRITON_RACE not in str(error):
+                    raise
         yield Running(partial(to_triton, address, MAX_TOKENS), [pid])
 
 
