@@ -1,15 +1,11 @@
 """Tiny runs of `python -m benchmarks`: each benchmark measures every contender, reports, and leaves no process."""
 
-import contextlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from benchmarks import scoring
-from rlhf_triton.errors import RlhfError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,24 +38,6 @@ def test_bench_scoring_compares_contenders_in_alternating_rounds(tmp_path):
     assert all(row["cpu_ms_per_token"] > 0 and row["p50_ms"] <= row["p99_ms"] for row in result["rows"])
     assert all(row["difference"] < 1e-4 for row in result["rows"])
     assert "| tiny | pytriton_padded |" in report
-
-
-@pytest.mark.parametrize(("message", "starts"), [(scoring.PYTRITON_RACE, 3), ("out of memory", 1)])
-def test_pytriton_starts_again_when_its_instances_raced(monkeypatch, tmp_path, message, starts):
-    started = []
-
-    @contextlib.contextmanager
-    def running(child, address, path):
-        started.append(child)
-        raise RlhfError(f"the log ends with: {message}")
-        yield
-
-    monkeypatch.setattr(scoring, "Child", lambda name, *rest: name)
-    monkeypatch.setattr(scoring, "running", running)
-    setup = scoring.Setup(tmp_path, tmp_path, instances=2, threads=1)
-    with pytest.raises(RlhfError, match=message), scoring.pytriton_padded(setup):
-        pass
-    assert started == ["PyTriton"] * starts
 
 
 @pytest.mark.slow
