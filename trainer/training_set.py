@@ -19,7 +19,7 @@ from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_update import TrainingRow, split_rows
 from rlhf_triton.wire.chats import render_row
 from rlhf_triton.wire.contract import SEQUENCE_LENGTHS, ContractError, Limits
-from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
+from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, prompt_messages
 from rlhf_triton.wire.training_payload import TrainPayload, train_payload
 
 KEY = "critic.pretrain"
@@ -132,7 +132,7 @@ def _prompt_ids(tokenizer: Any, line: dict[str, Any], where: str, *, special: bo
         before, ids = encode_prompt(tokenizer, prompt, special=special)
         return [*before, *ids]
     try:
-        messages = plain_messages(prompt)
+        messages = prompt_messages(prompt)
     except BadMessages as error:
         raise ConfigError(f"{KEY}: {where}: prompt{error}") from error
     rejected = "the chat template rejects the prompt"

@@ -28,12 +28,11 @@ from rlhf_triton.rewards.groups import GROUP_KEY
 from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.wire.chats import TEMPLATE_COLUMNS, render_row
 from rlhf_triton.wire.contract import STEP_ENDS
-from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
+from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, prompt_messages
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
 PROMPT_ID = "prompt_id"
-ANSWERS = ("assistant", "model", "gpt", "bot", "chatbot")  # names of the assistant's role in common formats
 
 
 @dataclass(frozen=True)
@@ -213,14 +212,9 @@ def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) 
 def _read_messages(value: Any, where: str) -> list[dict[str, Any]]:
     """Return a prompt's chat messages. Raises PromptError if `value` is not a list of messages or ends with a reply."""
     try:
-        messages = plain_messages(value)
+        messages = prompt_messages(value)
     except BadMessages as error:
         raise PromptError(f"{where}{error}") from error
-    if messages[-1]["role"].casefold() in ANSWERS:
-        raise PromptError(
-            f"{where} ends with the assistant's answer; drop the last message, or give a text instead if the policy "
-            "should continue the answer"
-        )
     _check_characters(json.dumps(messages, ensure_ascii=False), where)
     return messages
 

@@ -6,6 +6,7 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf_triton.errors import reason_of
+from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.rewards.sample import RESPONSE_KEY, Sample
 from rlhf_triton.wire.contract import MESSAGES, METADATA, ContractError
 
@@ -27,10 +28,16 @@ class RowTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"reward.template is not valid Jinja: {reason_of(error)}") from error
+        self._reads_last = "prompt" in source and MESSAGES not in source
 
     def render(self, index: int, sentence: str, metadata: dict[str, Any]) -> str:
         """Return the text of row `index`. Raises ContractError if rendering fails or gives no text."""
         columns = _without_nulls(metadata)
+        if self._reads_last and len(columns.get(MESSAGES, ())) > 1:
+            warn_once(
+                "reward.template reads the prompt, which of a chat is only its last message; read messages to score "
+                "the others as well"
+            )
         variables = {
             "text": sentence,
             "metadata": columns,

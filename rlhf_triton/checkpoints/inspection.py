@@ -277,10 +277,13 @@ def described(folder: Path, config: Mapping[str, Any], tensors: TensorInfos) -> 
             f"{folder / CONFIG_FILE}: id2label {names} and label2id {ids} contradict each other ({mismatched[0]}); "
             "correct the wrong one"
         )
-    if wrong := [key for key in names if not str(key).isdigit()]:
-        raise ValueError(f"config.json: id2label has the key {wrong[0]!r}, but its keys must be label numbers")
     # transformers sorts the keys in the file as strings, "10" before "2".
-    labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
+    keys = sorted(names, key=lambda key: (len(key), key))
+    if wrong := [key for i, key in enumerate(keys) if key != str(i)]:
+        raise ValueError(
+            f"config.json: id2label has the key {wrong[0]!r}, but its keys must be label numbers, from 0 on"
+        )
+    labels = tuple(str(names[key]) for key in keys)
     return CheckpointInfo(
         folder=folder,
         model_type=model_type_of(config),

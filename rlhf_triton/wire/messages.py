@@ -8,6 +8,7 @@ from typing import Any
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import warn_once
 
+ANSWERS = ("assistant", "model", "gpt", "bot", "chatbot")  # names of the assistant's role in common formats
 A_MESSAGE = '{"role": …, "content": …}'
 
 
@@ -27,6 +28,17 @@ def plain_messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         raise BadMessages(f": must be a list of {A_MESSAGE}, got {value!r:.80}")
     return [_plain_message(i, message) for i, message in enumerate(value)]
+
+
+def prompt_messages(value: Any) -> list[dict[str, Any]]:
+    """Return `plain_messages` of a chat that the policy answers. Raises BadMessages also if it ends with an answer."""
+    messages = plain_messages(value)
+    if messages[-1]["role"].casefold() in ANSWERS:
+        raise BadMessages(
+            " ends with the assistant's answer; drop the last message, or give a text instead if the policy should "
+            "continue the answer"
+        )
+    return messages
 
 
 def _plain_message(index: int, message: Any) -> dict[str, Any]:

@@ -715,6 +715,11 @@ UNUSUAL = [
     ),
     (
         "llama",
+        {"id2label": {1: "bad", 2: "good"}},
+        "id2label has the key '1', but its keys must be label numbers, from",
+    ),
+    (
+        "llama",
         {"vocab_size": 48},
         r"embed_tokens.weight has shape \[64, 16\], but config.json implies \[48, 16\] \(.*vocab_size: 48\)",
     ),

@@ -504,6 +504,23 @@ def test_reward_template_refuses_bad_input_and_keeps_serving(serve, tmp_path):
     assert np.isfinite(ask(sentences=["x"], metadata=[{"prompt": "y"}]).outputs["rewards"]).all()  # still served
 
 
+@pytest.mark.parametrize(
+    ("template", "is_told"),
+    [
+        ("{{ prompt }} {{ response }}", True),
+        ("{{ response }}", False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ response }}", False),
+    ],
+)
+def test_reward_template_that_reads_only_the_last_message_is_warned_about(serve, tmp_path, caplog, template, is_told):
+    save_model(tmp_path, "language")
+    ask = serve(tmp_path, logit=LOGIT, template=template)
+    for messages, told in ((MESSAGES, False), ([*CHAT, *MESSAGES], is_told)):
+        ask(sentences=["a file"] * 2, metadata=[{"messages": messages}] * 2)
+        warned = ["reward.template reads the prompt, which of a chat is only its last message" in caplog.text]
+        assert warned == [told]
+
+
 # ---- steps ----
 
 

@@ -414,6 +414,10 @@ BAD_LINES = {
     r"line 2 does not fit .*critic: tokens\[0, 0\]: 999": {**LINE, "prompt": [999]},
     "line 2 does not fit .*critic: .* 100 tokens": {**LINE, "response": [7] * 98},
     "line 2: prompt is a text that contains messages; store": {**LINE, "prompt": str([{"role": "user"}])},
+    "line 2: prompt ends with the assistant's answer": {
+        **LINE,
+        "prompt": [*MESSAGES, {"role": "assistant", "content": "a"}],
+    },
     r"line 2: prompt\[0\]: the role 'human' is neither one of": {**LINE, "prompt": [{"role": "human", "content": "a"}]},
 }
 
