@@ -269,9 +269,7 @@ def test_publish_waits_for_every_serving_instance_to_stage(llama):
 def test_a_version_that_could_not_be_staged_is_published_again_under_a_new_number(llama):
     publication = Publication(llama)
     publication.say("critic_0", staged=1, staging_error="it does not fit into the memory")
-    again = PublishedWeights(
-        write=publication.critic.write, verify=lambda *_: None, step=1, canary=publication.canary
-    )
+    again = PublishedWeights(write=publication.critic.write, verify=lambda *_: None, step=1, canary=publication.canary)
 
     def serve(state):
         publication.say("critic_0", llama.current(), staged=llama.announced())
