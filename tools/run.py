@@ -1,4 +1,4 @@
-"""`rlhf-triton run`: the whole system in one terminal: render -> serve -> sidecar -> PPO -> report.
+"""`rlhf-triton run`: the whole system in one terminal: sidecar -> server -> PPO -> report.
 
 Ctrl-C and SIGTERM stop the actor (which first writes a checkpoint), the sidecar and the server, in that order. If a
 process dies, the run stops and the error message names the process.
@@ -39,7 +39,7 @@ from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import set_aside_if_large
-from rlhf_triton.tools.server.starting import ensure_first_version, supervised
+from rlhf_triton.tools.server.starting import ensure_first_version, lacks_version, supervised
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
@@ -82,24 +82,17 @@ class RunProcesses:
             self.progress.log(line)
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_settings(self.config, changed)
+        if self.config.serves_critic and lacks_version(self.config):
+            self._start_sidecar()
         if self.config.needs_server:
             self._start_server()
         failures_at_start = self._server_failures()
-        arguments = ["--config", str(self.arguments.config), *self.overrides]
-        logs = self.config.run.logs_dir
-        if self.config.serves_critic:
-            self.progress.phase("starting the critic sidecar")
-            journal = Journal(self.config.run.journal_dir, self.config.run.identity)
-            self._sidecar = Child(
-                "critic sidecar", ["rlhf_triton.trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV
-            )
-            while not journal.is_followed():  # until then, training requests are refused
-                self._poll()
+        if self.config.serves_critic and self._sidecar is None:
+            self._start_sidecar()
         if starts_vllm(self.config):
             self._start_vllm()
-            arguments = ["--config", str(self.arguments.config), *self.overrides]
         self.progress.phase(f"training: {self.config.actor.algorithm.name}")
-        self._actor = Child("actor", ["rlhf_triton.actor", *arguments], logs / "actor.log", LIBRARY_ENV)
+        self._actor = self._child("actor", "rlhf_triton.actor")
         while self._actor.poll() is None:
             self._poll()
         self._actor.raise_if_failed()
@@ -111,6 +104,23 @@ class RunProcesses:
         self.stop()
         with self.signals.raising():
             self._report(failures)
+
+    def _child(self, name: str, module: str) -> Child:
+        log = self.config.run.logs_dir / f"{name.split()[-1]}.log"
+        arguments = ["--config", str(self.arguments.config), *self.overrides]
+        return Child(name, [module, *arguments], log, LIBRARY_ENV)
+
+    def _start_sidecar(self) -> None:
+        """Start the sidecar; it makes version 0 of the live models that have none, which the server then loads."""
+        missing = " and ".join(f"the {name}'s" for name in lacks_version(self.config))
+        task = f", which creates version 0 of {missing} weights" if missing else ""
+        self.progress.phase(f"starting the critic sidecar{task}")
+        journal = Journal(self.config.run.journal_dir, self.config.run.identity)
+        self._sidecar = self._child("critic sidecar", "rlhf_triton.trainer")
+        while lacks_version(self.config):
+            self._poll("INFO")
+        while not journal.is_followed():  # until then, training requests are refused
+            self._poll()
 
     def _start_server(self) -> None:
         self.progress.phase("starting tritonserver")
@@ -153,7 +163,7 @@ class RunProcesses:
         self.overrides = [*self.overrides, *overrides]
         self.config = load_config(self.arguments.config, self.overrides)
 
-    def _poll(self) -> None:
+    def _poll(self, *more_levels: str) -> None:
         """Restart the server if needed, relay messages. Raises RlhfError if the actor failed or the sidecar ended."""
         self._poll_resources()
         if self._supervisor is not None:
@@ -162,14 +172,14 @@ class RunProcesses:
             self._vllm.restart_if_down()
         for child in (self._sidecar, self._actor):
             if child is not None:
-                self._relay_messages(child)
+                self._relay_messages(child, *more_levels)
                 set_aside_if_large(child.log_path)
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
             raise RlhfError(self._sidecar.exit_message())
 
-    def _relay_messages(self, child: Child) -> None:
-        for message in child.new_messages():
+    def _relay_messages(self, child: Child, *more_levels: str) -> None:
+        for message in child.new_messages(*more_levels):
             self.progress.log(f"  | {child.name}: {message}")
 
     def _poll_resources(self) -> None:

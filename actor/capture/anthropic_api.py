@@ -19,7 +19,7 @@ from rlhf_triton.actor.capture.chat_apis import (
     Texts,
     as_parts,
     checked_messages,
-    joined,
+    text_of_parts,
 )
 from rlhf_triton.actor.capture.http import Body, HttpError
 from rlhf_triton.actor.capture.sessions import Sampling
@@ -58,7 +58,7 @@ class AnthropicMessage(Body):
 
     def messages(self) -> list[ChatMessage]:
         """Return the messages that the chat template expects: one for each tool result, then the message itself."""
-        texts = [block.text for block in self.content if isinstance(block, Text)]
+        texts = [block for block in self.content if isinstance(block, Text)]
         results = [block for block in self.content if isinstance(block, ToolResult)]
         calls = [
             {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
@@ -67,9 +67,10 @@ class AnthropicMessage(Body):
         ]
         if (calls and self.role == "user") or (results and self.role == "assistant"):
             raise HttpError(400, "messages: a user has no tool_use, an assistant has no tool_result", "messages")
-        message = {"role": self.role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
+        message = {"role": self.role, "content": text_of_parts(texts), **({"tool_calls": calls} if calls else {})}
         answers = [
-            {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(block.content)} for block in results
+            {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of_parts(block.content)}
+            for block in results
         ]
         return [*answers, *([message] if texts or not results else [])]
 
@@ -122,7 +123,7 @@ class AnthropicRequest(Body):
 
 def _read(body: Any, default: int) -> AgentRequest:
     request = AnthropicRequest.read(body)
-    system = joined(request.system)
+    system = text_of_parts(request.system)
     messages = [{"role": "system", "content": system}] if system else []
     for message in request.messages:
         messages += message.messages()

@@ -12,6 +12,7 @@ from rlhf_triton.actor.capture.sessions import Sampling
 from rlhf_triton.actor.data.chat import HERMES, ChatMessage, tool_calls
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.checkpoints.tokenization import reply_text
+from rlhf_triton.wire.messages import joined
 
 Json = dict[str, Any]
 
@@ -121,9 +122,9 @@ def as_parts(content: Any) -> Any:
 Content = Annotated[FailFastList[Text], BeforeValidator(as_parts)]
 
 
-def joined(content: list[Text]) -> str:
-    """Return the text of all parts."""
-    return "".join(part.text for part in content)
+def text_of_parts(content: list[Text]) -> str:
+    """Return the text of all parts, as the reward reads them."""
+    return joined([part.text for part in content])
 
 
 def checked_messages(messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -18,7 +18,7 @@ from rlhf_triton.actor.capture.chat_apis import (
     PolicyReply,
     Texts,
     checked_messages,
-    joined,
+    text_of_parts,
 )
 from rlhf_triton.actor.capture.http import Body
 from rlhf_triton.actor.capture.sessions import Sampling
@@ -96,7 +96,7 @@ class OpenAIMessage(Body):
             "tool_call_id": self.tool_call_id,
         }
         present = {key: value for key, value in optional.items() if value}
-        return {"role": role, "content": joined(self.content), **present}
+        return {"role": role, "content": text_of_parts(self.content), **present}
 
 
 class TextFormat(Body):

@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf_triton.errors import RlhfError
@@ -115,12 +115,17 @@ def text_of(content: Any) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"has a part of type {kind!r}, must have only text")
-    if len(content) > 1:
+    return joined([part["text"] for part in content])
+
+
+def joined(parts: Sequence[str]) -> str:
+    """Return the text parts of a content as one text."""
+    if len(parts) > 1:
         warn_once(
             "a content of several text parts is joined with newlines, as in vLLM; a chat template that reads lists "
             "might join them otherwise: send one part"
         )
-    return "\n".join(part["text"] for part in content)
+    return "\n".join(parts)
 
 
 def without_nulls(value: Any, is_nested: bool = False) -> Any:

@@ -75,13 +75,14 @@ def rendered(messages, *tools):
 # ---- tokens ----
 
 
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
 async def with_openai(caller):
     """Make three calls, one with a tool; each reply is sent back as the official client dumps it."""
-    messages = [{"role": "developer", "content": "Be brief."}, USER]
-    for answers in (
-        [{"role": "tool", "content": "2"}],
-        [{"role": "user", "content": [{"type": "text", "text": "Bye"}]}],
-    ):
+    messages = [{"role": "developer", "content": parts("Be", "brief.")}, USER]
+    for answers in ([{"role": "tool", "content": "2"}], [{"role": "user", "content": parts("Bye", "now")}]):
         reply = await say(caller, "s", messages, tools=[TOOL])
         for call in reply.get("tool_calls", ()):
             arguments = json.loads(call["function"]["arguments"])
@@ -94,8 +95,8 @@ async def with_openai(caller):
 async def with_anthropic(caller):
     tools = [{"name": "add", "description": "Add.", "input_schema": SCHEMA}]
     messages = [USER]
-    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
-    for answers in ([{"type": "tool_result", "content": "2"}], "Bye"):
+    system = [{**part, "cache_control": {"type": "ephemeral"}} for part in parts("Be", "brief.")]
+    for answers in ([{"type": "tool_result", "content": "2"}], parts("Bye", "now")):
         content = (await ask(caller, "s", messages, tools=tools, system=system))["content"]
         if content[-1]["type"] == "tool_use":
             answers[0]["tool_use_id"] = content[-1]["id"]
@@ -115,6 +116,7 @@ async def test_captured_conversation_continues_its_sampled_tokens(lead):
     assert [message["role"] for message in row["messages"]] == [
         *["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     ]
+    assert (row["messages"][0]["content"], row["messages"][-2]["content"]) == ("Be\nbrief.", "Bye\nnow")
     assert TOKENIZER.decode(row["tokens"]) + "\n" == rendered(row["messages"], TOOL)
     assert (row["session"], row["group"], row["tools"]) == ("s", "s", [TOOL])
     assert [row["versions"][turn["start"]] for turn in row["turns"]] == [1, 2, 3]

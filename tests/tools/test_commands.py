@@ -307,6 +307,42 @@ def test_run_stops_its_processes_and_names_the_cause_without_its_output(
     assert ("error: the actor was killed" if code == 2 else "stopped; ") in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("signals_kept")
+@pytest.mark.parametrize(
+    ("version", "order"),
+    [(None, ["critic sidecar", "server", "actor"]), (3, ["server", "critic sidecar", "actor"])],
+    ids=["first start", "resumed"],
+)
+def test_run_lets_the_sidecar_make_the_first_version_that_its_server_loads(
+    tmp_path, checkpoints, monkeypatch, version, order
+):
+    run = make_run(tmp_path / "run", checkpoints)
+    current = run.config.run.weights_dir / "CURRENT"
+    current.parent.mkdir(parents=True)
+    if version is not None:
+        write_json(current, {"version": version})
+    started = []
+
+    def child(name, *_):
+        started.append(name)
+        polls = mock.Mock(side_effect=lambda: write_json(current, {"version": 0}) if name != "actor" else 0)
+        return mock.Mock(**{"new_messages.return_value": [], "stop.return_value": 0}, poll=polls, log_path=run.path)
+
+    def supervised(*_, **__):
+        assert current.exists()
+        started.append("server")
+        return mock.Mock()
+
+    monkeypatch.setattr(tools_run, "Child", child)
+    monkeypatch.setattr(tools_run, "supervised", supervised)
+    monkeypatch.setattr(tools_run.Journal, "is_followed", lambda _: True)
+    monkeypatch.setattr(tools_run.RunProcesses, "_server_failures", lambda _: 0)
+    monkeypatch.setattr(tools_run.RunProcesses, "_report", mock.Mock())
+    monkeypatch.setattr(tools_run, "_print_outcome", mock.Mock())
+    assert tools_run.main(["--config", str(run.path)]) == 0
+    assert started == order
+
+
 def test_fresh_moves_the_folder_behind_a_link(tmp_path):
     """New runs stay on the disk that the link names. Release 0.1.0 renamed links."""
     disk = tmp_path / "disk"

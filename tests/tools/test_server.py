@@ -251,8 +251,8 @@ def test_child_warnings_are_read_once_and_its_exit_error_quotes_the_log(tmp_path
         log.write("10:00:04 INFO ended: step 3 is the last\n")
     assert child.new_messages() == ["no disk", "resuming from the checkpoint of step 3", "ended: step 3 is the last"]
     assert child.new_messages() == []
-    child.log_path.write_text("10:00:04 WARNING cut\n")
-    assert child.new_messages() == ["cut"]
+    child.log_path.write_text("10:00:04 WARNING cut\n10:00:05 INFO pretraining\n[2]\n")
+    assert child.new_messages("INFO") == ["cut", "pretraining"]
 
 
 def test_child_does_not_import_modules_of_the_working_directory(tmp_path, monkeypatch):

@@ -98,10 +98,11 @@ class Child:
         """Return the exit code; None while it runs."""
         return self.process.poll()
 
-    def new_messages(self) -> list[str]:
-        """Return the warnings, errors and messages of `_RELAYED_STARTS` that were logged since the last call."""
+    def new_messages(self, *more_levels: str) -> list[str]:
+        """Return what was logged since the last call: warnings, errors, `_RELAYED_STARTS`, and all of `more_levels`."""
+        levels = {*_RELAYED, *more_levels}
         lines = [_level_and_message(line.decode(errors="replace")) for line in self._new_lines.read()]
-        return [message for level, message in lines if level in _RELAYED or message.startswith(_RELAYED_STARTS)]
+        return [message for level, message in lines if level in levels or message.startswith(_RELAYED_STARTS)]
 
     def raise_if_failed(self) -> None:
         """Raise RlhfError if the process ended with an exit code other than 0."""

@@ -22,8 +22,13 @@ from rlhf_triton.tools.server.tritonserver import TritonServer
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
+def lacks_version(config: RunConfig) -> list[str]:
+    """Return the names of the live models (critic, reward) that have no version to serve yet."""
+    return [model.name for model in live_models(config) if not (model.store / "CURRENT").exists()]
+
+
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
-    """Run the trainer to write version 0 of each live model (critic, reward model) that has no version yet.
+    """Run the trainer to write version 0 of each live model that has no version yet.
 
     Args:
         config: the configuration loaded from `path` with `overrides`.
@@ -31,7 +36,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     Raises:
         ServerStartError: the trainer failed; its output says why.
     """
-    missing = [f"the {model.name}'s" for model in live_models(config) if not (model.store / "CURRENT").exists()]
+    missing = [f"the {name}'s" for name in lacks_version(config)]
     if not missing:
         return
     what = f"creating version 0 of {' and '.join(missing)} weights"
