@@ -25,6 +25,7 @@ CALLERS = {  # files whose frames only lead to the user's code
     *(str(Path(__file__).with_name("rewards") / name) for name in ("function.py", "scores.py", "trl_function.py")),
 }
 UserFunction = Callable[..., Any]
+_sources: dict[Path, bytes] = {}
 
 
 def check_spec(spec: str) -> str:
@@ -59,6 +60,21 @@ def import_function(spec: str) -> UserFunction:
     return function
 
 
+def source_of(spec: str) -> str | None:
+    """Return the content of the file that `spec` names, for `keep_source`; None if there is no such file."""
+    match = FILE_SPEC.fullmatch(spec)
+    try:
+        return Path(match["file"]).read_bytes().decode("latin-1") if match else None  # keeps each byte
+    except OSError:
+        return None
+
+
+def keep_source(spec: str, source: str | None) -> None:
+    """Make `import_function(spec)` import this content, whatever the file contains by then; None: what it contains."""
+    if source is not None:
+        _sources[Path(spec.rpartition(":")[0])] = source.encode("latin-1")
+
+
 def describe(error: BaseException) -> str:
     """Return the error as one line: type, message (at most `MAX_ERROR_CHARACTERS`), file name and line number."""
     if isinstance(error, (BadScore, FunctionError)):
@@ -74,10 +90,14 @@ def describe(error: BaseException) -> str:
 def _import_file(path: Path) -> ModuleType:
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "reward_function_file"
     module_spec = importlib.util.spec_from_file_location(name, path)
-    if not path.is_file() or module_spec is None or module_spec.loader is None:
+    source = _sources.get(path)
+    if (source is None and not path.is_file()) or module_spec is None or module_spec.loader is None:
         raise FileNotFoundError(f"{path} does not exist")
     # As `python file.py` does, so that the file can import its neighbours.
     sys.path.insert(0, str(path.parent.absolute()))
     module = sys.modules[name] = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    if source is None:
+        module_spec.loader.exec_module(module)
+    else:
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     return module

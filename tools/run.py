@@ -153,8 +153,8 @@ class RunProcesses:
             self._relay_messages(self._actor)
         if self._vllm is not None:
             self._vllm.stop()
-        if self._sidecar is not None:
-            self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S)
+        if self._sidecar is not None:  # without a version 0 it has nothing to write, and takes long to notice a signal
+            self._sidecar.stop(signal.SIGTERM, 0.0 if lacks_version(self.config) else SIDECAR_STOP_S)
         if self._supervisor is not None:
             self._supervisor.stop()
             self._supervisor = None

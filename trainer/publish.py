@@ -124,7 +124,10 @@ class Publisher:
             source=None if publication.source is None else str(publication.source),
         )
         canary = publication.canary
-        manifest = self._store.add(publication.write, origin, canary=canary, reuse=parent is None)
+        # An instance that has refused a version never loads that number again, so another attempt needs a new one.
+        refused = {record.staged if record.staging_error else record.rejected for record in self._store.serving()}
+        reuse = parent is None and refused.isdisjoint(self._store.versions()[-1:])
+        manifest = self._store.add(publication.write, origin, canary=canary, reuse=reuse)
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so the swap is quick
         try:

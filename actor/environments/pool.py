@@ -54,6 +54,7 @@ class Environments:
             settings.class_ or AGENT,
             {"options": {**settings.options, **agent_options}, "reward": settings.reward, "timeout_s": self.limit_s},
             number=settings.workers,
+            others=filter(None, (settings.agent, settings.reward)),
             hidden_variables=hidden_variables,
             own_variable=settings.options.get(KEY_OPTION),
         )

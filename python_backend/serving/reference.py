@@ -12,8 +12,7 @@ from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.scoring import Engine
 from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess, forward_tokens
 from rlhf_triton.python_backend.serving.triton import Call, log, triton_model
-from rlhf_triton.python_backend.serving.versions.follower import Version
-from rlhf_triton.python_backend.serving.versions.stored_model import OneVersion
+from rlhf_triton.python_backend.serving.versions.stored_model import one_version
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import ContractError, ScoringRows, scoring_rows
 
@@ -23,7 +22,8 @@ def serve(args: Mapping[str, str]) -> Engine:
     process = TorchProcess(args)
     parameters = process.parameters
     folder = parameters.path("model")
-    model: LanguageModel = process.load(folder)
+    versions = one_version(process)
+    model: LanguageModel = versions.version.model
     limits = read_limits(model.limits, parameters)
 
     def read(call: Call) -> ScoringRows:
@@ -37,7 +37,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     return Engine(
         process,
         read=read,
-        versions=OneVersion(Version(0, model)),
+        versions=versions,
         forward=forward_tokens,
         reply={contract.LOGPROBS: lambda scoring: padded_rows(scoring.outputs, scoring.width)},
         max_length=limits.max_length,

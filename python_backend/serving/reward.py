@@ -17,8 +17,7 @@ from rlhf_triton.python_backend.serving.scoring import Engine, Reply, Wait
 from rlhf_triton.python_backend.serving.step_reply import STEP_REPLY
 from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
 from rlhf_triton.python_backend.serving.triton import log, triton_model
-from rlhf_triton.python_backend.serving.versions.follower import Version
-from rlhf_triton.python_backend.serving.versions.stored_model import OneVersion, follow_store, version_column
+from rlhf_triton.python_backend.serving.versions.stored_model import follow_store, one_version, version_column
 from rlhf_triton.wire.contract import PROBABILITIES, PROCESS, REWARD_VERSION, REWARDS, STORE, TokenRow
 
 
@@ -28,7 +27,7 @@ def serve(args: Mapping[str, str]) -> Engine:
     parameters = process.parameters
     folder = parameters.path("model")
     stored, per_token = (parameters.optional(name) is not None for name in (STORE, PROCESS))
-    versions = follow_store(process) if stored else OneVersion(Version(0, process.load(folder)))
+    versions = follow_store(process) if stored else one_version(process)
     model: RewardModel = versions.version.model
     limits = read_limits(model.limits, parameters)
     reader = reward_reader(folder, limits, parameters.optional, skipped_pad_id=model.skipped_pad_id)

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.process import RUN_MODULE, how_ended
+from rlhf_triton.user_code import source_of
 from rlhf_triton.workers.child import WorkerMessage, frame, read_frame
 
 # Secrets of the run itself, which user code inherits only if its own option names them.
@@ -127,6 +128,7 @@ class Workers:
         settings: Mapping[str, Any],
         *,
         number: int,
+        others: Iterable[str] = (),
         hidden_variables: Iterable[str] = (),
         own_variable: str | None = None,
     ) -> None:
@@ -135,13 +137,16 @@ class Workers:
             module: the child's side.
             spec: the user's code, as `path/to/file.py:name` or `package.module:name`.
             settings: first message to each worker, which answers it when it has imported the code.
+            others: further code that the child imports, in the form of `spec`.
             hidden_variables: environment variables that the workers do not inherit, in addition to the secrets of every
                 run.
             own_variable: a hidden variable that they inherit nevertheless.
         """
         self._module = module
         self._spec = spec
-        self._settings = settings
+        # As the files are now, so that a worker that replaces another runs the same code, whoever edits them meanwhile.
+        sources = {other: source_of(other) for other in others}
+        self._settings = {**settings, "source": source_of(spec), "sources": sources}
         self._number = number
         hidden = {*hidden_variables, *SECRETS} - {own_variable}
         self._environment = {name: value for name, value in os.environ.items() if name not in hidden}

@@ -183,6 +183,19 @@ async def test_dead_worker_fails_its_own_instances_and_is_replaced():
         assert await failure(two.step("x")) == "step: the worker process was killed by SIGKILL"
 
 
+async def test_a_worker_that_replaces_another_runs_the_same_code(tmp_path):
+    """Whoever edits class and reward during a run gets the rewards of one all the same."""
+    one, two = [tmp_path / name for name in ("one.py", "two.py")]
+    for file in (one, two):
+        file.write_text(FILE.read_text().replace("return [1.0, 2.0]", "return [1.5]"))
+    async with running(f"{one}:Doing", reward=f"{two}:two", workers=1) as environments:
+        for file in (one, two):
+            file.write_text("")
+        dying = await environments.open({})
+        await failure(dying.step("die"), f"{one}:Doing")
+        assert await (await environments.open({})).reward() == 1.5
+
+
 async def test_worker_with_a_hanging_call_is_killed_with_all_its_instances():
     late_at_once = itertools.count(0.0, 601.0).__next__
     async with running() as environments:

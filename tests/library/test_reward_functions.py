@@ -282,6 +282,18 @@ def test_unimportable_reward_function_raises_one_sentence(tmp_path, monkeypatch,
 # ---- functions, samples and options ----
 
 
+def test_a_worker_that_replaces_another_runs_the_same_code(make_pool, tmp_path):
+    """Whoever edits the file during a run gets scores of one function all the same."""
+    file = tmp_path / "edited.py"
+    text = "import os\n\ndef score(sample):\n    return {} if sample.text else os._exit(1)\n"
+    file.write_text(text.format(1.5))
+    pool = make_pool(f"{file}:score", num_workers=1)
+    file.write_text(text.format(2.5))
+    outcomes = [pool.submit([[Sample(sent, [], {})]]).result()[0][0] for sent in ("a", "", "a")]
+    assert [outcome.score for outcome in outcomes[::2]] == [1.5, 1.5]
+    assert "ended with exit code 1" in outcomes[1].error
+
+
 def test_reward_file_can_import_modules_beside_it(make_pool, tmp_path):
     (tmp_path / "neighbour_of_a_reward.py").write_text("OFFSET = 2\n")
     path = tmp_path / "with neighbour.py"

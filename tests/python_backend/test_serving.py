@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,11 +26,13 @@ from hypothesis import strategies as st
 from live_system import make_run
 from loaders import load_language_model
 from model_inputs import random_rows, scoring_inputs, training_inputs
+from safetensors.numpy import load_file, save_file
 from scoring_rig import started
 from served_model import served_model
 from triton_python_backend_utils import Request
 from versions import flip
 
+from rlhf_triton.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from rlhf_triton.python_backend.serving import round_robin
 from rlhf_triton.python_backend.serving.round_robin import RoundRobin
 from rlhf_triton.python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RowPool
@@ -603,6 +606,24 @@ def test_training_payloads_are_not_checked_against_a_damaged_config(run):
             pass
     finally:
         flip(path)
+
+
+@pytest.mark.parametrize("model", ["reward_model", "reference"])
+def test_a_process_that_replaces_another_does_not_load_another_model(tmp_path, checkpoints, model):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints.reward if model == "reward_model" else checkpoints.policy, folder)
+    section = {model.removesuffix("_model"): {"model": str(folder)}}
+    config = make_run(tmp_path / "run", checkpoints, actor={"kl_reference": "triton"}, **section).config
+
+    def train_again():
+        tensors = {name: tensor + 1 for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+        save_file(tensors, folder / WEIGHTS_FILE)
+
+    with (
+        pytest.raises(CheckpointError, match=r"has another model, config\.json or tokenizer than"),
+        served_model(config, model, before_load=train_again),
+    ):
+        pass
 
 
 @pytest.fixture(scope="module")

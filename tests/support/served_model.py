@@ -11,11 +11,17 @@ from rlhf_triton.tools.render_configs import module_of, parse_pbtxt, render_conf
 
 
 @contextlib.contextmanager
-def served_model(config, model, **args):
-    """Serve `model` until the block ends; `args` are further arguments that Triton passes to `initialize`."""
+def served_model(config, model, *, before_load=lambda: None, **args):
+    """Serve `model` until the block ends.
+
+    Args:
+        before_load: called after the configuration was rendered.
+        args: further arguments that Triton passes to `initialize`.
+    """
     interval = sys.getswitchinterval()
     rendered = parse_pbtxt(model, render_configs(config)[model])
     parameters = {key: {"string_value": item.string_value} for key, item in rendered.parameters.items()}
+    before_load()
     module = importlib.import_module(module_of(model))
     served = module.TritonPythonModel()
     with pytest.MonkeyPatch.context() as patch:

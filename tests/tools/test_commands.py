@@ -343,6 +343,17 @@ def test_run_lets_the_sidecar_make_the_first_version_that_its_server_loads(
     assert started == order
 
 
+@pytest.mark.usefixtures("signals_kept")
+def test_run_kills_a_sidecar_that_makes_the_first_version(tmp_path, checkpoints, monkeypatch):
+    """It may be pretraining or reading a large model, and there is nothing to lose yet."""
+    run = make_run(tmp_path / "run", checkpoints)
+    sidecar = mock.Mock(**{"new_messages.side_effect": lambda *_: os.kill(os.getpid(), signal.SIGINT) or []})
+    sidecar.configure_mock(log_path=run.path, **{"poll.return_value": None})
+    monkeypatch.setattr(tools_run, "Child", lambda *_: sidecar)
+    assert tools_run.main(["--config", str(run.path)]) == 130
+    sidecar.stop.assert_called_once_with(signal.SIGTERM, 0.0)
+
+
 def test_fresh_moves_the_folder_behind_a_link(tmp_path):
     """New runs stay on the disk that the link names. Release 0.1.0 renamed links."""
     disk = tmp_path / "disk"

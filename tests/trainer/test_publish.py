@@ -266,6 +266,17 @@ def test_publish_waits_for_every_serving_instance_to_stage(llama):
         publication.wait()
 
 
+def test_a_version_that_could_not_be_staged_is_published_again_under_a_new_number(llama):
+    publication = Publication(llama)
+    publication.say("critic_0", staged=1, staging_error="it does not fit into the memory")
+    again = PublishedWeights(write=publication.critic.write, verify=lambda *_: None, step=1, canary=publication.canary)
+
+    def serve(state):
+        publication.say("critic_0", llama.current(), staged=llama.announced())
+
+    assert publication.publisher.publish(again, serve).version == 2
+
+
 def test_reload_reaches_the_ports_that_a_server_chose(tmp_path, llama, monkeypatch):
     """It may restart on others. `rt.serve` has the server choose them."""
     asked = []

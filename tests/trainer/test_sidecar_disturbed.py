@@ -348,7 +348,10 @@ def test_save_fails_and_removes_nothing_while_its_version_is_rejected(make, stra
         saved = rig.save(4, [4])
         assert "was refused by critic_0" in str(saved.error)
         assert (saved.weights_version, rig.checkpoints.steps()) == (served, [2, 4])
-    rig.instances[0].refuses.clear()
+    rig.instances[0].refuses.clear()  # such as for lack of memory, of which there is enough again
+    saved = rig.save(4, [4])
+    assert (saved.error, rig.checkpoints.steps()) == (None, [4])
+    assert torch.equal(rig.weights(saved.weights_version), straight.weights(4))
     rig.train(5, 6)
     assert rig.save(6, [6]).error is None
     assert rig.checkpoints.steps() == [6]

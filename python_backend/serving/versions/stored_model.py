@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rlhf_triton.checkpoints.inspection import CheckpointError, fingerprint_model, is_same_model
 from rlhf_triton.models.canary import canary_outputs, canary_row, check_canary
 from rlhf_triton.models.gpu import staging
 from rlhf_triton.python_backend.serving.scoring import Scoring
@@ -14,7 +15,7 @@ from rlhf_triton.python_backend.serving.torch_scoring import TorchProcess
 from rlhf_triton.python_backend.serving.triton import Gauge, MetricCounters, log, log_error
 from rlhf_triton.python_backend.serving.versions.follower import Follower, Version
 from rlhf_triton.store.weights import WeightsStore
-from rlhf_triton.wire.contract import CRITIC, STORE, TokenRow, VersionRange
+from rlhf_triton.wire.contract import CHECKPOINT_FINGERPRINT, CRITIC, STORE, TokenRow, VersionRange
 
 COUNTERS = {
     "rlhf_weights_taken_up_total": "Versions of a model's weights that an instance loaded",
@@ -32,6 +33,23 @@ class OneVersion:
     def is_arriving(self, demanded: VersionRange) -> bool:
         """Return False: the version never changes."""
         return False
+
+
+def one_version(process: TorchProcess) -> OneVersion:
+    """Load a model without versions.
+
+    Raises CheckpointError if its folder has changed since the configuration was rendered, before this process replaced
+    another one: clients would take the scores of two models for those of one.
+    """
+    folder = process.parameters.path("model")
+    model = process.load(folder)
+    rendered = process.parameters.optional(CHECKPOINT_FINGERPRINT)
+    if rendered is not None and not is_same_model(rendered, fingerprint_model(folder)):
+        raise CheckpointError(
+            f"{folder} has another model, config.json or tokenizer than when the server was started; restore it, or "
+            "start the server again"
+        )
+    return OneVersion(Version(0, model))
 
 
 def follow_store(process: TorchProcess) -> Follower:
