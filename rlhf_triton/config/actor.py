@@ -304,7 +304,8 @@ class RewardsSection(Section):
     overlong_penalty: NonNegativeFloat = 1.0
     """Subtracted from the score of a response of the maximum length."""
     max_failed_fraction: Fraction = 0.1
-    """Maximum fraction of a rollout's rows that may be masked because they have no score; above it, the run stops."""
+    """Maximum fraction of a rollout's rows that may be masked because they have no score; above it, the run stops. A
+    validation above it leaves `best/` as it is."""
 
 
 class UpdateSection(Section):

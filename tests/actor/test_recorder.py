@@ -404,6 +404,17 @@ async def test_best_validation_has_the_highest_reward_within_one_reward_version(
     assert files == (["best.json", "model.safetensors"] if best[-1] else [])
 
 
+@pytest.mark.parametrize(("num_failed", "best"), [(1, 2), (2, 1)])
+async def test_validation_that_lost_too_many_scores_is_not_the_best(tmp_path, server, caplog, num_failed, best):
+    """An outage of the reward leaves the easiest prompt, whose reward is no mean of all."""
+    run = Recorded(tmp_path, server, validation_every=0, max_failed_fraction=0.1)
+    scores = [rewarded(0.9)] * (10 - num_failed) + [rewarded(0.0, failure="away")] * num_failed
+    partial = Validation([(a_sample([1, 1], score=score),) for score in scores], 0.5, None)
+    _, found = await validates(run, (1, validation(0.5)), (2, partial))
+    assert found == [1, best]
+    assert ("2 of 10 responses have no score, so best/ is unchanged" in caplog.text) == (num_failed == 2)
+
+
 @pytest.mark.parametrize(
     ("settings", "sections", "changed_files", "best"),
     [
