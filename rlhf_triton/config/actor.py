@@ -218,7 +218,7 @@ class AlgorithmSection(Section):
     critic_warmup_steps: CountOrZero = 0
     """Number of steps at the start of the run that train only the critic."""
     mask_unfinished: bool = True
-    """Exclude responses that did not end from the policy gradient."""
+    """Exclude responses that did not end from the policy gradient, and from the baselines of the others."""
 
     @property
     def uses_critic(self) -> bool:
