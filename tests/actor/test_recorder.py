@@ -210,9 +210,11 @@ async def test_checkpoints_ahead_of_the_critic_are_set_aside(tmp_path, server, k
     assert [path.name for path in root.glob("*.set-aside")] == ["8.set-aside"]
 
 
-@pytest.mark.parametrize(("target", "coef"), [(None, 0.5), (6.0, 0.1)])
-async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(tmp_path, server, target, coef):
-    await Recorded(tmp_path, server, kl_coef=0.1, kl_target=target).save(2)
+@pytest.mark.parametrize(
+    ("before", "target", "coef"), [(None, None, 0.5), (6.0, None, 0.5), (None, 6.0, 0.5), (6.0, 3.0, 0.1)]
+)
+async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(tmp_path, server, before, target, coef):
+    await Recorded(tmp_path, server, kl_coef=0.1, kl_target=before).save(2)
     resumed = Recorded(tmp_path, server, kl_coef=0.5, kl_target=target)
     await resumed.checkpoints.resume()
     assert resumed.state.kl.coef == coef
@@ -536,6 +538,12 @@ def test_changed_settings_are_listed_and_recorded(tmp_path, before, now, line, i
     recorded = read_jsonl(run / "changes.jsonl")
     assert [(row["step"], row["changed"]) for row in recorded] == ([(5, changed)] if line else [])
     assert find_changes(config, accepted=False) == {}
+
+
+def test_kl_coefficient_from_which_adaptation_starts_is_listed_as_effective(tmp_path):
+    run = after_five_steps(tmp_path / "run")
+    changes = find_changes(config_of(run, kl_coef=0.5, kl_target=6.0), accepted=False)
+    assert changes == {"actor.kl.coef": [0.01, 0.5], "actor.kl.target": [None, 6.0]}
 
 
 def test_changed_seed_and_deterministic_setting_are_listed(tmp_path):
