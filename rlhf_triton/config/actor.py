@@ -569,11 +569,11 @@ def _check_shaping(actor: ActorSection, kl_in: str) -> None:
     """Reject shaping that an algorithm would ignore, because it uses the terms of the reward, or that it cannot use."""
     defaults = actor.algorithm.defaults
     if defaults.needs_components:
-        names = ("normalization", "clip", "missing_eos_penalty", "overlong_tokens")
+        names = ["normalization", "clip", "missing_eos_penalty", "overlong_tokens"]
         effect = "changes the sum of the rewards"
         why = "standardises each of them; remove it, or add a function of your own to `rewards`"
     elif defaults.divides_by_mean:
-        names = ("normalization", "missing_eos_penalty", "overlong_tokens")
+        names = ["normalization", "missing_eos_penalty", "overlong_tokens"]
         effect = "makes scores of 0 negative"
         why = "divides by their mean; remove it, or choose another algorithm"
     else:
