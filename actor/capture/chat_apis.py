@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from rlhf_triton.actor.capture.http import Body, HttpError
 from rlhf_triton.actor.capture.sessions import Sampling
-from rlhf_triton.actor.data.chat import HERMES, ChatMessage, tool_calls
+from rlhf_triton.actor.data.chat import HERMES, ChatMessage, split_thought, tool_calls
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.checkpoints.tokenization import reply_text
 from rlhf_triton.wire.messages import joined
@@ -77,7 +77,8 @@ def reply_to(
         calls.append({"id": f"call_{name}_{len(calls)}", "type": "function", "function": function})
         return ""
 
-    plain_text = HERMES.sub(take_call, text[:end]) if agent_request.calls_tools else text[:end]
+    thought, answer = split_thought(text[:end])
+    plain_text = thought + (HERMES.sub(take_call, answer) if agent_request.calls_tools else answer)
     return PolicyReply(
         id=name,
         text=plain_text.strip() if calls else plain_text,

@@ -98,7 +98,7 @@ class Chat:
         The tokenizer's `response_template` defines their format; without one, it is the format of Hermes and Qwen.
         """
         if getattr(self.tokenizer, "response_template", None) is None:
-            return tool_calls(reply_text(self.tokenizer, reply))
+            return tool_calls(split_thought(reply_text(self.tokenizer, reply))[1])
         try:
             message = self.tokenizer.parse_response([*reply], prefix=[*before], tools=self.tools and [*self.tools])
         except Exception as error:  # the policy may have written anything
@@ -128,6 +128,14 @@ class Chat:
                 + (", such as the thoughts of a reply" if reply != PROBE else "")
             )
         return replied.removeprefix(reply)
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """Return a reply's thought, with its end, and what follows it; a tool call in a thought is only considered."""
+    before, end, after = text.partition(THOUGHT_END)
+    # Otherwise the end is part of an argument of a call.
+    is_thought = THOUGHT_BEGIN.strip() in before or before.count("<tool_call>") == before.count("</tool_call>")
+    return (before + end, after) if end and is_thought else ("", text)
 
 
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)

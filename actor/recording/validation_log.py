@@ -7,7 +7,7 @@ import math
 from rlhf_triton.actor.algorithms.batch import describe_failures
 from rlhf_triton.actor.algorithms.sample_metrics import process_metrics, text_metrics
 from rlhf_triton.actor.data.prompt_files import fingerprint
-from rlhf_triton.actor.data.rollout_rows import rows_of
+from rlhf_triton.actor.data.rollout_rows import failure_of, rows_of
 from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.recording.metrics import MetricsLog, finite, kl_text
 from rlhf_triton.actor.run.checkpoints import write_policy
@@ -27,6 +27,7 @@ class ValidationLog:
 
     def __init__(self, config: RunConfig, policy: Policy, log: MetricsLog, *, first_step: int) -> None:
         self._every = config.actor.validation.every
+        self._max_failed_fraction = config.actor.rewards.max_failed_fraction
         self._dir = config.run.dir
         self._policy = policy
         self._log = log
@@ -58,7 +59,7 @@ class ValidationLog:
             await asyncio.to_thread(self._write_samples, when, result)
             await asyncio.to_thread(write_json, self._dir / f"validation_{when}.json", line)
         version = metrics.get("reward_version")
-        await asyncio.to_thread(self._save_if_best, step, result.reward, None if version is None else int(version))
+        await asyncio.to_thread(self._save_if_best, step, result, None if version is None else int(version))
         if step in self._steps:  # a start repeats the validation before the first step, and the one after the last
             await asyncio.to_thread(drop_steps_from, step, self._path)
         self._steps.add(step)
@@ -72,14 +73,24 @@ class ValidationLog:
         others = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
         write_jsonl(path, [*others, *samples(result, when, self._policy.tokenizer)])
 
-    def _save_if_best(self, step: int, reward: float, version: int | None) -> None:
+    def _save_if_best(self, step: int, result: Validation, version: int | None) -> None:
         """Write the policy to `best/`, with its score, if it has the highest validation reward so far.
 
         Rewards from different versions of a live reward model, or from validations with different fingerprints, cannot
-        be compared, so the first validation by a new one counts as the best.
+        be compared, so the first validation by a new one counts as the best. Nor is the mean of the few responses that
+        an outage leaves comparable with that of all.
         """
-        if not math.isfinite(reward):
-            logger.warning("validation at step %d: no response has a score, so best/ is unchanged", step)
+        reward = result.reward
+        num_failed = sum(bool(failure_of(conversation)) for conversation in result.conversations)
+        if num_failed > self._max_failed_fraction * len(result.conversations) or not math.isfinite(reward):
+            logger.warning(
+                "validation at step %d: %d of %d responses have no score, so best/ is unchanged; the limit is "
+                "actor.rewards.max_failed_fraction (%g)",
+                step,
+                num_failed,
+                len(result.conversations),
+                self._max_failed_fraction,
+            )
             return
         best = self._dir / "best"
         old = read_json(best / "best.json")

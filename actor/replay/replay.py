@@ -112,9 +112,10 @@ class Replay:
             recorded = self._recorded.step(step)
             if recorded.header["settings"] != settings:  # the run has resumed with others
                 settings = recorded.header["settings"]
+                numbers = {**self._state.numbers(), "kl_target": self._state.kl.target}
                 with tempfile.TemporaryDirectory() as folder:
                     self._state.policy.trained.save(folder)
-                    self._load(_valid(settings), Path(folder), self._state.numbers())
+                    self._load(_valid(settings), Path(folder), numbers)
             self.environment = recorded.header["environment"]
             start = time.monotonic()
             replayed, rows, payload = self._train(recorded.header)
@@ -151,7 +152,7 @@ class Replay:
 
         Args:
             checkpoint: with the trained weights; None: as at the start of the run.
-            numbers: from `RunState.numbers`; default: the verified checkpoint's.
+            numbers: for `RunState.restore`; default: the verified checkpoint's.
         """
         actor = config.actor
         torch.set_num_threads(actor.threads)

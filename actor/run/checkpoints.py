@@ -58,9 +58,12 @@ class RunState:
         }
 
     def restore(self, folder: Path, numbers: Mapping[str, Any]) -> None:
-        """Load the trained weights and the optimizer in `folder`, and the numbers of the same step."""
+        """Load the trained weights and the optimizer in `folder`, and the numbers of the same step.
+
+        They may have `kl_target`, `actor.kl.target` until then: a coefficient that was fixed is as configured now.
+        """
         self.policy.trained.load(folder, numbers["optimizer_step"])
-        if self.kl.target is not None:  # a fixed one is as configured now
+        if None not in (self.kl.target, numbers.get("kl_target", self.kl.target)):
             self.kl.coef = numbers["kl_coef"]
         self.shaper.moments = RunningMoments(*numbers["reward_moments"])
 
@@ -176,6 +179,7 @@ def save_checkpoint(root: Path, run: RunState, step: int, about: Mapping[str, An
         **about,
         **run.inputs.state(step),
         **run.numbers(),
+        "kl_target": run.kl.target,
         "settings": policy.trained.settings,
         "start": str(policy.settings.model),
         "start_fingerprint": policy.fingerprint,

@@ -73,7 +73,7 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     fixed = (
         FIXED_KEYS if (config.run.weights_dir / "CURRENT").exists() else ()
     )  # the critic's version 0 has been written
-    if config.actor.kl.target is not None:
+    if None not in (config.actor.kl.target, earlier.actor.kl.target):
         fixed = (*fixed, "actor.kl.coef")  # checkpoints have the adapted one
     changed = {f"{key} (without effect)" if key.startswith(fixed) else key: values for key, values in changed.items()}
     optimizer = config.actor.optimizer

@@ -218,7 +218,7 @@ class AlgorithmSection(Section):
     critic_warmup_steps: CountOrZero = 0
     """Number of steps at the start of the run that train only the critic."""
     mask_unfinished: bool = True
-    """Exclude responses that did not end from the policy gradient."""
+    """Exclude responses that did not end from the policy gradient, and from the baselines of the others."""
 
     @property
     def uses_critic(self) -> bool:
@@ -304,7 +304,8 @@ class RewardsSection(Section):
     overlong_penalty: NonNegativeFloat = 1.0
     """Subtracted from the score of a response of the maximum length."""
     max_failed_fraction: Fraction = 0.1
-    """Maximum fraction of a rollout's rows that may be masked because they have no score; above it, the run stops."""
+    """Maximum fraction of a rollout's rows that may be masked because they have no score; above it, the run stops. A
+    validation above it leaves `best/` as it is."""
 
 
 class UpdateSection(Section):
@@ -544,8 +545,8 @@ def _check_rewards(actor: ActorSection) -> None:
             "actor.kl.estimator: unbiased corrects the gradient of a KL in the loss, but the penalty is in the reward; "
             "set actor.kl.penalty_in: loss, or another estimator"
         )
-    if algorithm.defaults.needs_components:
-        _check_components(actor, kl_in)
+    if algorithm.advantage == "auto":
+        _check_shaping(actor, kl_in)
     if rewards.overlong_tokens >= actor.generation.max_new_tokens:
         raise ValueError(
             f"actor.rewards.overlong_tokens ({rewards.overlong_tokens}) must be below actor.generation.max_new_tokens "
@@ -564,19 +565,25 @@ def _check_rewards(actor: ActorSection) -> None:
         )
 
 
-def _check_components(actor: ActorSection, kl_in: str) -> None:
-    """Reject what changes only the total reward, for an algorithm that uses its components."""
-    rewards = actor.rewards
+def _check_shaping(actor: ActorSection, kl_in: str) -> None:
+    """Reject shaping that an algorithm would ignore, because it uses the terms of the reward, or that it cannot use."""
+    defaults = actor.algorithm.defaults
+    if defaults.needs_components:
+        names = ["normalization", "clip", "missing_eos_penalty", "overlong_tokens"]
+        effect = "changes the sum of the rewards"
+        why = "standardises each of them; remove it, or add a function of your own to `rewards`"
+    elif defaults.divides_by_mean:
+        names = ["normalization", "missing_eos_penalty", "overlong_tokens"]
+        effect = "makes scores of 0 negative"
+        why = "divides by their mean; remove it, or choose another algorithm"
+    else:
+        return
     usual = RewardsSection()
-    names = ("normalization", "clip", "missing_eos_penalty", "overlong_tokens")
-    changed = [f"actor.rewards.{name}" for name in names if getattr(rewards, name) != getattr(usual, name)]
+    changed = [f"actor.rewards.{name}" for name in names if getattr(actor.rewards, name) != getattr(usual, name)]
     if actor.kl.uses_reference and kl_in == "reward":
         changed.append("actor.kl.penalty_in: reward")
-    if changed and actor.algorithm.advantage == "auto":
-        raise ValueError(
-            f"{changed[0]} changes the sum of the rewards, but actor.algorithm.name: {actor.algorithm.name} "
-            "standardises each of them; remove it, or add a function of your own to `rewards`"
-        )
+    if changed:
+        raise ValueError(f"{changed[0]} {effect}, but actor.algorithm.name: {actor.algorithm.name} {why}")
 
 
 def _check_on_policy(actor: ActorSection) -> None:

@@ -24,6 +24,7 @@ class Algorithm:
     needs_critic: bool = False
     needs_groups: bool = False  # several responses to each prompt
     needs_components: bool = False  # a sum of several rewards, whose terms it standardises one by one
+    divides_by_mean: bool = False  # of a prompt's scores, which must not be negative
     takes_process_rewards: bool = True
     whitens: bool = False
     lam_values: float | None = None  # GAE's lambda in the critic's returns; None: `actor.algorithm.lam`
@@ -143,6 +144,7 @@ ALGORITHMS = {
         source="arXiv 2602.02710",
         meaning="total minus the mean of the responses to the prompt, divided by it",
         advantage="rlhf_triton.actor.algorithms.grpo:relative",
+        divides_by_mean=True,
         loss_mean="token",
         recipe=_NO_KL,
     ),

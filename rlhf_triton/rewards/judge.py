@@ -165,7 +165,8 @@ class Judge(pydantic.BaseModel):
         if self.pattern is None:
             last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-MAX_LINE_CHARACTERS:]
             of_scale = rf"(?:\D*(?:/|\bof)\s*{high:g})?"  # such as "8/10" or "8 out of 10"
-            numbers = re.findall(rf"^\D*?([-+−]?\d+(?:\.\d+)?){of_scale}\D*$", last)
+            number = r"[-+−]?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)"  # ".5", too, which is not 5
+            numbers = re.findall(rf"^\D*?({number}){of_scale}\D*$", last)
         else:
             numbers = re.findall(self.pattern, answer)
         try:

@@ -1,7 +1,7 @@
 """Which return values of reward functions are valid."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from rlhf_triton.errors import BadScore
@@ -10,8 +10,11 @@ NOT_APPLICABLE = object()  # score of a sample to which the function does not ap
 
 
 def group_scores(value: Any, size: int) -> list[Any]:
-    """Convert the result of a groupwise function to a list. Raises BadScore unless it has `size` items, one per row."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+    """Convert the result of a groupwise function to a list. Raises BadScore unless it has `size` items, one per row.
+
+    A set has no order, so its items belong to no rows.
+    """
+    if isinstance(value, (str, bytes, Mapping, Set)) or not hasattr(value, "__iter__"):
         raise BadScore(f"the function returned {value!r:.80}, but it must return {size} numbers, one per response")
     scores = list(value)
     if len(scores) != size:

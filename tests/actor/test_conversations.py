@@ -199,6 +199,21 @@ def test_tool_calls_run_and_malformed_calls_are_answered_with_an_error(agents):
     assert found.turns[-1].reward == (int(found.prompt.text.split("counter by ")[1][0]) == 4)
 
 
+@pytest.mark.parametrize(
+    ("reply", "names"),
+    [
+        ("<think>Perhaps {}.</think>{}", ["b"]),
+        ("Perhaps {}.\n</think>\n\n{}{}", ["b", "c"]),  # the template begins the thought
+        ("<think>I may write <tool_call>.</think>{}", ["a"]),
+        ('<tool_call>{{"name": "say", "arguments": {{"text": "</think>"}}}}</tool_call>', ["say"]),
+    ],
+)
+def test_tool_calls_within_a_thought_are_not_executed(reply, names):
+    calls = (f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in "abc")
+    found = Chat(TOKENIZER).parse_calls([], ids(reply.format(*calls)))
+    assert [call.name for call in found] == names
+
+
 @pytest.mark.parametrize("name", ['"\\ud800", "arguments": {}', '"look", "arguments": {"at": NaN}', "[" * 5000])
 def test_tool_call_that_cannot_be_encoded_is_answered_with_an_error(agents, name):
     prompt = asked("")

@@ -210,9 +210,11 @@ async def test_checkpoints_ahead_of_the_critic_are_set_aside(tmp_path, server, k
     assert [path.name for path in root.glob("*.set-aside")] == ["8.set-aside"]
 
 
-@pytest.mark.parametrize(("target", "coef"), [(None, 0.5), (6.0, 0.1)])
-async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(tmp_path, server, target, coef):
-    await Recorded(tmp_path, server, kl_coef=0.1, kl_target=target).save(2)
+@pytest.mark.parametrize(
+    ("before", "target", "coef"), [(None, None, 0.5), (6.0, None, 0.5), (None, 6.0, 0.5), (6.0, 3.0, 0.1)]
+)
+async def test_resume_restores_the_kl_coefficient_only_if_it_is_adaptive(tmp_path, server, before, target, coef):
+    await Recorded(tmp_path, server, kl_coef=0.1, kl_target=before).save(2)
     resumed = Recorded(tmp_path, server, kl_coef=0.5, kl_target=target)
     await resumed.checkpoints.resume()
     assert resumed.state.kl.coef == coef
@@ -404,6 +406,17 @@ async def test_best_validation_has_the_highest_reward_within_one_reward_version(
     assert files == (["best.json", "model.safetensors"] if best[-1] else [])
 
 
+@pytest.mark.parametrize(("num_failed", "best"), [(1, 2), (2, 1)])
+async def test_validation_that_lost_too_many_scores_is_not_the_best(tmp_path, server, caplog, num_failed, best):
+    """An outage of the reward leaves the easiest prompt, whose reward is no mean of all."""
+    run = Recorded(tmp_path, server, validation_every=0, max_failed_fraction=0.1)
+    scores = [rewarded(0.9)] * (10 - num_failed) + [rewarded(0.0, failure="away")] * num_failed
+    partial = Validation([(a_sample([1, 1], score=score),) for score in scores], 0.5, None)
+    _, found = await validates(run, (1, validation(0.5)), (2, partial))
+    assert found == [1, best]
+    assert ("2 of 10 responses have no score, so best/ is unchanged" in caplog.text) == (num_failed == 2)
+
+
 @pytest.mark.parametrize(
     ("settings", "sections", "changed_files", "best"),
     [
@@ -525,6 +538,12 @@ def test_changed_settings_are_listed_and_recorded(tmp_path, before, now, line, i
     recorded = read_jsonl(run / "changes.jsonl")
     assert [(row["step"], row["changed"]) for row in recorded] == ([(5, changed)] if line else [])
     assert find_changes(config, accepted=False) == {}
+
+
+def test_kl_coefficient_from_which_adaptation_starts_is_listed_as_effective(tmp_path):
+    run = after_five_steps(tmp_path / "run")
+    changes = find_changes(config_of(run, kl_coef=0.5, kl_target=6.0), accepted=False)
+    assert changes == {"actor.kl.coef": [0.01, 0.5], "actor.kl.target": [None, 6.0]}
 
 
 def test_changed_seed_and_deterministic_setting_are_listed(tmp_path):

@@ -252,6 +252,14 @@ async def test_only_well_formed_tool_calls_are_parsed():
             assert message["content"] == f"I add. {CALL}{CALL} {wrong}"
 
 
+async def test_tool_calls_within_a_thought_stay_text():
+    thought = f"<think>Perhaps {CALL}?</think>"
+    async with scripted_gateway(ScriptedSampler(f"{thought}No.", f"{thought}{CALL}")) as (caller, _):
+        for content, num_calls in ((f"{thought}No.", 0), (thought, 1)):
+            message = await say(caller, "s", [USER], tools=[TOOL])
+            assert (message["content"], len(message.get("tool_calls", ()))) == (content, num_calls)
+
+
 def test_pattern_of_tool_calls_cannot_backtrack():
     """Beside a second repetition, a reply of n spaces in a tool call that is not closed takes n squared steps."""
     assert len(re.findall(r"[*+?{]", HERMES.pattern.replace("*?", "*").replace("(?:", "("))) == 1

@@ -275,6 +275,18 @@ def test_yaml_files_in_configs_are_valid(path):
                 ("kl: {penalty_in: reward}", "actor.kl.penalty_in: reward"),
             )
         ),
+        *(
+            (
+                f"actor: {{algorithm: {{name: maxrl, responses_per_prompt: 2, mask_unfinished: false}}, {setting}}}",
+                f"{key} makes scores of 0 negative, but actor.algorithm.name: maxrl divides by their mean",
+            )
+            for setting, key in (
+                ("rewards: {normalization: batch}", "actor.rewards.normalization"),
+                ("rewards: {missing_eos_penalty: 1}", "actor.rewards.missing_eos_penalty"),
+                ("rewards: {overlong_tokens: 8}", "actor.rewards.overlong_tokens"),
+                ("kl: {coef: 0.1, penalty_in: reward}", "actor.kl.penalty_in: reward"),
+            )
+        ),
         (
             "actor: {kl: {estimator: unbiased}}",
             "actor.kl.estimator: unbiased corrects the gradient of a KL in the loss",

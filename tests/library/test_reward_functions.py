@@ -375,6 +375,7 @@ def test_groupwise_failure_fails_its_group_and_a_bad_score_only_its_row(make_poo
         "number": f"the function returned 1.0, {must}",
         "text": f"the function returned '1.0', {must}",
         "dict": f"the function returned {{0: 1.0, 1: 1.0, 2: 1.0}}, {must}",
+        "set": f"the function returned {{0.5}}, {must}",  # in no order
     }
     pool = make_pool("by_group", groupwise=True)
     groups = [responses("a", "b", "c", do=action) for action in causes]
@@ -628,6 +629,8 @@ PATTERN = {"pattern": r"VERDICT: (\w+)"}
         ({}, "8 points (out of 10)", 8),
         ({}, "1. Good. 2. Bad.\nGrade: 3", 3),
         ({}, "$\\boxed{9}$", 9),
+        ({"scale": [0, 10]}, "**Grade: .5**", 0.5),
+        ({}, "Grade...5", 5),
         ({}, "no score", "does not end with one score"),
         ({}, "3\nis the grade", "does not end with one score"),
         ({}, "11", "score 11 is outside 1 to 10"),

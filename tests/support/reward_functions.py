@@ -180,4 +180,5 @@ _GROUP_ACTIONS = {
     "many": lambda group: (1.0 for _ in range(len(group) + 1)),
     "gaps": lambda group: [1.0, None, float("nan"), "x", 0][: len(group)],
     "dict": lambda group: dict.fromkeys(range(len(group)), 1.0),
+    "set": lambda _: {0.5},
 }
