@@ -107,6 +107,11 @@ def test_train_writes_the_yaml_that_it_runs(started, tmp_path):
     assert rt.train("policy", prompts="p.jsonl", reward="models/reward", **GROUPS).path.name == "train-2"
 
 
+def test_a_function_with_the_name_of_another_metric_counts_under_a_name_of_its_own(started):
+    run = rt.train("policy", prompts="p.jsonl", reward=["r.py:version", "r.py:is_missing"], **GROUPS)
+    assert [*load_config(run.config_path).functions] == ["version_2", "is_missing_2"]
+
+
 def test_a_critic_starts_from_the_policy_unless_another_model_is_given(started, tmp_path):
     for critic, expected in ((None, "policy"), ("critic", "critic")):
         run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm="sao", critic=critic)
