@@ -263,6 +263,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals = StopSignals()
     with signals.raising():
         config = load_config(args.config, args.overrides)
+        if not config.has_actor:
+            raise RlhfError(
+                f"{args.config} has no policy to train: set actor.policy.model and actor.prompts.path, or serve its "
+                "models with `rlhf-triton serve`"
+            )
         limit_access(config.run)
         if args.dry_run:
             return print_memory(config)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlhf_triton.config.sections import RewardSection
 
 TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+OTHER_NAMES = re.compile(r"environment|version|.*_missing")  # what else `train_rollouts/reward_…` is about
 
 
 FunctionSpec = Annotated[str, AfterValidator(check_spec)]
@@ -88,6 +89,11 @@ def check_terms(terms: dict[str, RewardTerm]) -> None:
         if not TERM_NAME.fullmatch(name):
             raise ValueError(
                 f"rewards.{name}: a name must have 1 to 40 characters from a-z, 0-9 and _, and start with a letter"
+            )
+        if OTHER_NAMES.fullmatch(name):
+            raise ValueError(
+                f"rewards.{name}: train_rollouts/reward_{name} is another metric; choose another name, such as "
+                f"{name}_reward"
             )
         fields = {key: field.default for key, field in RewardTerm.model_fields.items() if key != "weight"}
         wrong = sorted(key for key, default in fields.items() if getattr(term, key) != default)

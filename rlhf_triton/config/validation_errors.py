@@ -88,6 +88,9 @@ def _invalid(item: Any, location: str, valid: list[str]) -> str:
 
 
 def _unknown(location: str, valid: list[str]) -> str:
+    if location in valid:  # as a key of its own
+        nested = f"{': {'.join(location.split('.'))}: …{'}' * location.count('.')}"
+        return f"{location} is a path of keys, for the command line; in a file, write {nested}"
     path = re.sub(r"\.\d+", "", location)
     section, _, name = path.rpartition(".")
     keys = _keys_in(section, valid)

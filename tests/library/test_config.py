@@ -348,6 +348,15 @@ def test_yaml_files_in_configs_are_valid(path):
             "rewards: {Length: {function: 'a:b'}}",
             "rewards.Length: a name must have 1 to 40 characters from",
         ),
+        (
+            "actor.optimizer.lr: 1",
+            "actor.optimizer.lr is a path of keys, for the command line; in a file, write actor: {optimizer: {lr: …}}",
+        ),
+        ("actor: {optimizer.lr: 1}", "actor.optimizer.lr is a path of keys"),
+        *(
+            (f"rewards: {{{name}: {{function: 'a:b'}}}}", f"rewards.{name}: train_rollouts/reward_{name} is another")
+            for name in ("environment", "version", "length_missing")
+        ),
         ("rewards: {length: {weight: 1}}", "rewards.length.function is missing; set it (only 'model'"),
         (
             "rewards: {length: {function: 'a:b', timeout_s: 90}}",

@@ -370,6 +370,20 @@ def test_fresh_moves_the_folder_behind_a_link(tmp_path):
     assert (tmp_path / "older").is_dir()
 
 
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_run_command_refuses_a_configuration_without_a_policy(tmp_path, monkeypatch, capsys, arguments):
+    """It started the server, and then named the default of actor.policy.model."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    config = tmp_path / "served.yaml"
+    config.write_text(f"run: {{dir: {tmp_path}/run}}\nreward: {{model: {tmp_path}}}\n")
+    assert tools_run.main(["--config", str(config), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"error: {config} has no policy to train: set actor.policy.model and actor.prompts.path, or"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("figures", "override", "is_finished"),
     [

@@ -107,6 +107,11 @@ def test_train_writes_the_yaml_that_it_runs(started, tmp_path):
     assert rt.train("policy", prompts="p.jsonl", reward="models/reward", **GROUPS).path.name == "train-2"
 
 
+def test_a_function_with_the_name_of_another_metric_counts_under_a_name_of_its_own(started):
+    run = rt.train("policy", prompts="p.jsonl", reward=["r.py:version", "r.py:is_missing"], **GROUPS)
+    assert [*load_config(run.config_path).functions] == ["version_2", "is_missing_2"]
+
+
 def test_a_critic_starts_from_the_policy_unless_another_model_is_given(started, tmp_path):
     for critic, expected in ((None, "policy"), ("critic", "critic")):
         run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm="sao", critic=critic)
@@ -403,6 +408,27 @@ def test_copied_function_keeps_its_default_argument(tmp_path):
     assert scores_of([made["of_name"], made["make"](4), made["make"](3)], tmp_path) == [1, 4, 3]
 
 
+def test_copied_function_keeps_what_was_evaluated_when_it_was_defined(tmp_path):
+    made = cell(
+        "K = 1\ndef first(s, k=K):\n    return k\n"
+        "def doubled(s, *, k=('é', K * 2),\n    m = K):\n    return k[1] + m\n"
+        "def before(s):\n    return 'before'\nzeroth = before\nK = 10\n"
+        "def both(s, k=K):\n    return first(s) + k + K\n"
+        "K = 100\ndef before(s):\n    return 'now'\n"
+        "def renamed(s):\n    return float(zeroth(s) == 'before' and before(s) == 'now')\n"
+    )
+    names = ["both", "doubled", "renamed"]
+    expected = [1 + 10 + 100, 2 + 1, 1]
+    assert [made[name](None) for name in names] == expected
+    assert scores_of([made[name] for name in names], tmp_path) == expected
+
+
+WRAPPER = (
+    "import functools\ndef same(f):\n    return f\n"
+    "def half(f):\n    @functools.wraps(f)\n    def halved(s):\n        return f(s) / 2\n    return halved\n"
+)
+
+
 def test_functions_of_one_name_do_not_replace_each_other(tmp_path):
     functions = [cell(f"def score(s):\n    return {n}\n")["score"] for n in (1, 2, 1)]
     assert scores_of(functions, tmp_path) == [1, 2, 1]
@@ -422,6 +448,18 @@ def test_functions_of_one_name_do_not_replace_each_other(tmp_path):
             "m is a method of a C, whose state the processes of a run cannot receive",
         ),
         ("class C:\n    def __call__(self, s):\n        return 1\nf = C()", "C is a C, which cannot be written into"),
+        (
+            f"{WRAPPER}def g(s):\n    return 1\nf = half(g)",
+            "g is wrapped by a call, which its source does not have; write the wrapper as a decorator (@), or as a",
+        ),
+        (
+            f"{WRAPPER}def g(s):\n    return 1\ng = half(g)\ndef f(s):\n    return g(s)",
+            "f uses 'g', which is wrapped by",
+        ),
+        (
+            f"{WRAPPER}@same\ndef g(s):\n    return 1\nf = half(g)",
+            "g is wrapped by a call, which its source does not have",
+        ),
         ("x = float('nan')\ndef f(s):\n    return x", "f uses 'x', which is a float, which cannot be written"),
     ],
 )
@@ -443,15 +481,17 @@ def test_a_class_of_a_script_travels(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nfrom pathlib import Path\nfrom rlhf_triton.tools.api.functions import function_spec\n"
-        "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Part:\n    one: int = 1\n"
+        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Part:\n    one: int = 1\n"
+        "    none: int = dataclasses.field(default=0, init=False)\n"
         "BASE = 2\nclass Base:\n    more = BASE\nclass Reward(Base):\n    once = 1\n    twice = once + 1\n"
         "    def __init__(self):\n        super().__init__()\n"
-        "    def __call__(self, sample):\n        return self.more + self.twice + Part().one\n"
+        "    def __call__(self, sample, base=BASE):\n        return self.more + self.twice + Part().one + base\n"
+        "BASE = 100\nBase.more = 3\n"
         "files = {}\nfunction_spec(Reward, Path(sys.argv[1]), files)\n"
         "for path, text in files.items():\n    path.write_text(text)\n"
     )
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, cwd=Path.cwd(), env=_importable())
-    assert runpy.run_path(str(tmp_path / "Reward_function.py"))["Reward"]()(None) == 5
+    assert runpy.run_path(str(tmp_path / "Reward_function.py"))["Reward"]()(None) == 3 + 2 + 1 + 2
 
 
 def _importable():

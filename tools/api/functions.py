@@ -9,7 +9,7 @@ import re
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from rlhf_triton.errors import FunctionError
 SESSIONS = ("__main__", "__mp_main__")  # a script or a notebook; importing it again would run it again
 FUTURE = "from __future__ import annotations\n"  # so that annotations need none of the names that they use
 REMEDY = "; put it into a file, and give its name as 'file.py:name'"
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
 
@@ -107,16 +108,22 @@ class _Source:
                 self._paths.add(root)
 
     def _define(self, name: str, value: Any) -> None:
-        inner = inspect.unwrap(value) if callable(value) else value
+        wrappers = list[Any]()
+        inner = inspect.unwrap(value, stop=wrappers.append) if callable(value) else value
         self._check(name, inner)
         try:
             source = textwrap.dedent(_source_of(inner))
+            definition = _definition(source)
+            self._check_wrappers(name, inner, wrappers, definition)
+            values = [*_evaluated(definition, inner)]
+            source = _with_literals(source, values)
             code = compile(FUTURE + source, name, "exec")
         except (OSError, TypeError, SyntaxError) as error:
             raise FunctionError(f"{self._name}: the source of {name} cannot be read{REMEDY}") from error
         self._definitions[name] = ""  # in progress: it may use itself
         if isinstance(inner, FunctionType):
-            namespace = inner.__globals__ | _defaults(source, inner)
+            others = ((node, value) for node, value in values if _literal(value) is None)
+            namespace = inner.__globals__ | {node.id: value for node, value in others if isinstance(node, ast.Name)}
         else:
             namespace = next((method.__globals__ for method in _methods(inner)), vars(sys.modules[inner.__module__]))
         used, stored, attributes = _names_in(code)
@@ -129,6 +136,18 @@ class _Source:
         del self._definitions[name]
         alias = f"\n{name} = {inner.__name__}" if name != inner.__name__ else ""
         self._definitions[name] = f"{source.rstrip()}{alias}"
+        if alias and inner.__name__ in self._definitions:  # which is another function by now
+            self._definitions[inner.__name__] = self._definitions.pop(inner.__name__)
+
+    def _check_wrappers(self, name: str, inner: Any, wrappers: Sequence[Any], definition: Definition) -> None:
+        """Raise FunctionError unless the source has the wrappers: `reward = clipped(reward)` is no part of it."""
+        is_unwrapped = getattr(inner, "__globals__", {}).get(inner.__name__) is inner
+        if len(wrappers) > len(definition.decorator_list) or (wrappers and is_unwrapped):
+            subject = self._name if name == self._name else f"{self._name} uses {name!r}, which"
+            raise FunctionError(
+                f"{subject} is wrapped by a call, which its source does not have; write the wrapper as a decorator "
+                f"(@), or as a function that calls {inner.__name__}"
+            )
 
     def _check(self, name: str, inner: Any, used: Collection[str] = ()) -> None:
         """Raise FunctionError unless `inner` is a function or a class that uses no names of a function around it."""
@@ -153,7 +172,8 @@ def _methods(inner: Any) -> list[FunctionType]:
     """Return the functions that the source of a class defines; [] for a function."""
     members = vars(inner).values() if isinstance(inner, type) else ()
     methods = [member for member in members if isinstance(member, FunctionType)]
-    return [method for method in methods if linecache.getlines(method.__code__.co_filename)]
+    own = [method for method in methods if method.__globals__.get("__name__") == inner.__module__]
+    return [method for method in own if linecache.getlines(method.__code__.co_filename)]
 
 
 def _source_of(inner: Any) -> str:
@@ -170,12 +190,47 @@ def _source_of(inner: Any) -> str:
     raise OSError(f"{code.co_filename} does not define {inner.__name__}")
 
 
-def _defaults(source: str, inner: FunctionType) -> dict[str, Any]:
-    """Return the values of the names that are defaults; they may mean something else by now."""
-    arguments = next(child for child in ast.walk(ast.parse(source)) if isinstance(child, ast.arguments))
-    nodes = [*arguments.defaults, *filter(None, arguments.kw_defaults)]
-    values = [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
-    return {node.id: value for node, value in zip(nodes, values, strict=False) if isinstance(node, ast.Name)}
+def _definition(source: str) -> Definition:
+    """Return the definition that is the source of a function or class. Raises OSError, SyntaxError."""
+    for node in ast.parse(source).body:
+        if isinstance(node, Definition):
+            return node
+    raise OSError("no definition")
+
+
+def _evaluated(definition: Definition, inner: Any) -> Iterator[tuple[ast.expr, Any]]:
+    """Yield each default of a function, or of the methods of a class, and each attribute of a class, with its value.
+
+    The names in these expressions may mean something else by now, and an attribute may have been set since.
+    """
+    if isinstance(inner, FunctionType) and not isinstance(definition, ast.ClassDef):
+        arguments = definition.args
+        yield from zip(arguments.defaults, inner.__defaults__ or (), strict=False)
+        by_name = inner.__kwdefaults__ or {}
+        for argument, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            if node is not None and argument.arg in by_name:
+                yield node, by_name[argument.arg]
+    for part in definition.body if isinstance(definition, ast.ClassDef) else ():
+        match part:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield from _evaluated(part, inspect.unwrap(vars(inner).get(name, part)))
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as node)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as node)
+            ) if name in vars(inner) and not isinstance(node, ast.Call):  # such as a data class's `field(…)`
+                yield node, vars(inner)[name]
+
+
+def _with_literals(source: str, values: Iterable[tuple[ast.expr, Any]]) -> str:
+    """Return the source with the values that have a literal in the place of their expressions."""
+    text = source.encode()
+    starts = [0, *(i + 1 for i, byte in enumerate(text) if byte == ord("\n"))]  # positions are in bytes of UTF-8
+    for node, value in sorted(values, key=lambda pair: (pair[0].lineno, pair[0].col_offset), reverse=True):
+        if (literal := _literal(value)) is not None:
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+            text = text[:begin] + literal.encode() + text[end:]
+    return text.decode()
 
 
 def _free_names(inner: Any) -> set[str]:

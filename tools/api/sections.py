@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_triton.client.rows import plain
 from rlhf_triton.config.keys import value_at
 from rlhf_triton.config.loading import parse_config
-from rlhf_triton.config.rewards import MODEL_TERM
+from rlhf_triton.config.rewards import MODEL_TERM, OTHER_NAMES
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.yaml_file import dump_yaml
 from rlhf_triton.errors import RlhfError, reason_of
@@ -230,7 +230,8 @@ def _term_name(name: str, used: Mapping[str, Any]) -> str:
     """Return a valid name of a term of `rewards` for a function."""
     base = re.sub("[^a-z0-9_]", "_", name.lower()).lstrip("_0123456789")[:36] or "reward"
     names = [base, *(f"{base}_{number}" for number in range(2, 100))]
-    return next(candidate for candidate in names if candidate not in used and candidate != MODEL_TERM)
+    taken = {*used, MODEL_TERM}
+    return next(name for name in names if name not in taken and not OTHER_NAMES.fullmatch(name))
 
 
 def _line(where: str, row: Any) -> str:
