@@ -1,9 +1,9 @@
 """`rlhf-triton init`: writes the YAML of your models, or an environment that trains, for you to change."""
 
 import argparse
+import importlib.util
 import json
 import keyword
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write_environment(name: str, policy: str) -> None:
     config = f"{name}.yaml"
-    if not name.isidentifier() or keyword.iskeyword(name) or name in sys.stdlib_module_names:
-        raise RlhfError(f"the name is {name!r}; use letters, digits and _, but no keyword or module of Python")
+    if not name.isidentifier() or keyword.iskeyword(name) or keyword.iskeyword(_class_name(name)):
+        raise RlhfError(f"the name is {name!r}; use letters, digits and _, but no keyword of Python")
     files = _files(name, policy)
     if existing := [file for file in files if Path(file).exists()]:
         raise RlhfError(f"{Path(existing[0]).absolute()} exists; choose another name than {name}, or move it away")
+    if importlib.util.find_spec(name) is not None:
+        raise RlhfError(f"{name} is an installed module, which {name}.py would hide; choose another name")
     for file, text in files.items():
         Path(file).write_text(text, encoding="utf-8")
     print(f"written: {', '.join(files)}; next:")
@@ -68,7 +70,7 @@ def _files(name: str, policy: str) -> dict[str, str]:
     loaded = Environment(
         loader=PackageLoader("rlhf_triton.tools"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    values = {"name": name, "cls": name.title().replace("_", ""), "policy": policy}
+    values = {"name": name, "cls": _class_name(name), "policy": policy}
     begin = {"messages": [{"role": "user", "content": "Let us play a game. "}]}
     return {
         f"{name}.py": loaded.get_template("environment.py.j2").render(values),
@@ -76,3 +78,7 @@ def _files(name: str, policy: str) -> dict[str, str]:
         f"{name}.jsonl": "".join(json.dumps({**begin, "secret": 1 + i % 9}) + "\n" for i in range(NUM_PROMPTS)),
         f"{name}.yaml": loaded.get_template("environment.yaml.j2").render(values),
     }
+
+
+def _class_name(name: str) -> str:
+    return name.title().replace("_", "")

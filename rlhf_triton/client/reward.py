@@ -325,6 +325,8 @@ def _row(index: int, value: Any, metadata: dict[str, Any]) -> Row:
         and isinstance(response, list)
         and all(isinstance(message, Mapping) for message in prompt + response)
     ):
+        if not response:
+            raise ContractError(f"{where}[1]: [], must have a message; a reply may be the empty text")
         reply_size = len(response)
         value = prompt + response
     if isinstance(next(iter(value), None), Mapping):  # not value[0], which a pandas Series reads as a label

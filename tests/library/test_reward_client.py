@@ -161,6 +161,7 @@ class Table(list[str]):
         ([(5, "a")], {}, r"^inputs\[0\]\[0\]: 5, must be a text or messages"),
         ([([1, 2], [3, 4])], {}, r"^inputs\[0\]: shape \[2, 2\] of int64, must be the numbers of one row"),
         ([([1, 2], "a")], {}, r"^inputs\[0\]\[0\]: \[1, 2\], must be a text or messages"),
+        ([(CHAT, [])], {}, r"^inputs\[0\]\[1\]: \[\], must have a message"),
         (["a"], {"prompt_lengths": [1]}, r"^prompt_lengths\[0\]: 1, must be 0, as the row is a text"),
         ([[5, 6]], {"prompt_lengths": [1.5]}, r"^prompt_lengths\[0\]: 1.5, must be an integer of at least 0"),
         ([[5, 6]], {"prompt_lengths": [2]}, r"^prompt_lengths\[0\]: 2, must be 0 to 1"),
@@ -382,6 +383,7 @@ def openrlhf(queries, prompts, labels):
     ("call", "told"),
     [
         (trl(["a"], ["b", "c"]), r"^completions: 2 entries for 1 rows"),
+        (trl([CHAT], [[]]), r"^inputs\[0\]\[1\]: \[\], must have a message"),
         (trl(["a"], None), r"^completions: None, must be a list of rows"),
         (trl("a", "b"), r"^prompts: 'a', must be a list of rows; put brackets"),
         (trl([CHAT, CHAT], [reply("b"), None]), r"^completions\[1\]: None, must be a text or messages"),

@@ -75,8 +75,10 @@ def test_documented_environment_with_a_tool_runs(tmp_path, monkeypatch):
     [
         ("taken", "taken.jsonl exists; choose another name than taken"),
         ("my-game", "the name is 'my-game'"),
-        ("class", "no keyword or module of Python"),
-        ("json", "no keyword or module of Python"),
+        ("class", "no keyword of Python"),
+        ("none", "no keyword of Python"),  # its class would be None
+        ("json", "json is an installed module, which json.py would hide"),
+        ("torch", "torch is an installed module"),
     ],
 )
 def test_init_refuses_existing_files_and_unusable_names(name, message, tmp_path, monkeypatch, capsys):
