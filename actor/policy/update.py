@@ -51,7 +51,7 @@ class PolicyUpdate:
     def run(self, batch: PPOBatch | None, *, seed: int, kl_coef: float) -> PolicyUpdateResult:
         """Train on the batch for `epochs` passes.
 
-        If `actor.update.max_kl` is set, the update ends before the first minibatch whose KL from the sampling policy
+        If `actor.update.max_kl` is set, the update ends before the first minibatch whose KL from the old log-probs
         exceeds it; `train_optim/minibatches` counts the optimizer steps. Collective: ranks other than 0 pass no batch.
 
         Raises:

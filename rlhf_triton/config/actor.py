@@ -317,8 +317,8 @@ class UpdateSection(Section):
     epochs: Count = 1
     """Passes over one rollout."""
     max_kl: PositiveFloat | None = None
-    """Stop a step's update before a minibatch whose KL from the sampling policy exceeds this, in nats per token;
-    default: no limit."""
+    """Stop a step's update before a minibatch whose KL from `actor.algorithm.old_logprobs` exceeds this, in nats per
+    token; default: no limit."""
     minibatch_size: Count = 32
     """Rows per optimizer step of the policy; a smaller rollout is one minibatch."""
 
