@@ -40,7 +40,13 @@ def execute(path, folder, *, steps, check):
         first.source, found = re.subn(r"^STEPS = \d+", f"STEPS = {steps}", first.source, flags=re.MULTILINE)
         assert found == 1
         notebook.cells.append(new_code_cell(check))
-    NotebookClient(notebook, timeout=550, record_timing=False, resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(
+        notebook,
+        timeout=550,
+        record_timing=False,
+        coalesce_streams=True,  # otherwise the number of outputs depends on when lines arrive
+        resources={"metadata": {"path": str(folder)}},
+    ).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = nbformat.from_dict(json.loads(portable(json.dumps(cell.outputs), folder)))
