@@ -3,12 +3,13 @@
 Imports only the standard library, so that worker processes start fast.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,19 +61,18 @@ def import_function(spec: str) -> UserFunction:
     return function
 
 
-def source_of(spec: str) -> str | None:
-    """Return the content of the file that `spec` names, for `keep_source`; None if there is no such file."""
-    match = FILE_SPEC.fullmatch(spec)
-    try:
-        return Path(match["file"]).read_bytes().decode("latin-1") if match else None  # keeps each byte
-    except OSError:
-        return None
+def read_sources(specs: Iterable[str]) -> dict[str, str]:
+    """Return {path: content} of the files that the specs name, without those that cannot be read."""
+    sources = {}
+    for match in filter(None, map(FILE_SPEC.fullmatch, specs)):
+        with contextlib.suppress(OSError):
+            sources[match["file"]] = Path(match["file"]).read_bytes().decode("latin-1")  # keeps each byte
+    return sources
 
 
-def keep_source(spec: str, source: str | None) -> None:
-    """Make `import_function(spec)` import this content, whatever the file contains by then; None: what it contains."""
-    if source is not None:
-        _sources[Path(spec.rpartition(":")[0])] = source.encode("latin-1")
+def keep_sources(sources: Mapping[str, str]) -> None:
+    """Make `import_function` import these contents of files, whatever the files contain by then."""
+    _sources.update({Path(file): source.encode("latin-1") for file, source in sources.items()})
 
 
 def describe(error: BaseException) -> str:

@@ -39,7 +39,7 @@ from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import set_aside_if_large
-from rlhf_triton.tools.server.starting import ensure_first_version, lacks_version, supervised
+from rlhf_triton.tools.server.starting import ensure_first_version, missing_versions, supervised
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
@@ -82,7 +82,7 @@ class RunProcesses:
             self.progress.log(line)
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_settings(self.config, changed)
-        if self.config.serves_critic and lacks_version(self.config):
+        if self.config.serves_critic and missing_versions(self.config):
             self._start_sidecar()
         if self.config.needs_server:
             self._start_server()
@@ -112,12 +112,12 @@ class RunProcesses:
 
     def _start_sidecar(self) -> None:
         """Start the sidecar; it makes version 0 of the live models that have none, which the server then loads."""
-        missing = " and ".join(f"the {name}'s" for name in lacks_version(self.config))
-        task = f", which creates version 0 of {missing} weights" if missing else ""
+        missing = missing_versions(self.config)
+        task = f", which creates {missing}" if missing else ""
         self.progress.phase(f"starting the critic sidecar{task}")
         journal = Journal(self.config.run.journal_dir, self.config.run.identity)
         self._sidecar = self._child("critic sidecar", "rlhf_triton.trainer")
-        while lacks_version(self.config):
+        while missing_versions(self.config):
             self._poll("INFO")
         while not journal.is_followed():  # until then, training requests are refused
             self._poll()
@@ -154,7 +154,7 @@ class RunProcesses:
         if self._vllm is not None:
             self._vllm.stop()
         if self._sidecar is not None:  # without a version 0 it has nothing to write, and takes long to notice a signal
-            self._sidecar.stop(signal.SIGTERM, 0.0 if lacks_version(self.config) else SIDECAR_STOP_S)
+            self._sidecar.stop(signal.SIGTERM, 0.0 if missing_versions(self.config) else SIDECAR_STOP_S)
         if self._supervisor is not None:
             self._supervisor.stop()
             self._supervisor = None

@@ -89,7 +89,8 @@ def _invalid(item: Any, location: str, valid: list[str]) -> str:
 
 def _unknown(location: str, valid: list[str]) -> str:
     if location in valid:  # as a key of its own
-        nested = f"{': {'.join(location.split('.'))}: …{'}' * location.count('.')}"
+        names = location.split(".")
+        nested = ": {".join(names) + ": …" + "}" * (len(names) - 1)
         return f"{location} is a path of keys, for the command line; in a file, write {nested}"
     path = re.sub(r"\.\d+", "", location)
     section, _, name = path.rpartition(".")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.process import die_with_parent
-from rlhf_triton.user_code import keep_source
+from rlhf_triton.user_code import keep_sources
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # a frame's length in bytes
@@ -109,9 +109,7 @@ class Parent:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals; the mask is inherited
         self._own_id = os.getpid()
         self.settings = receive_frame(self.channel)
-        keep_source(self.spec, self.settings.pop("source"))
-        for spec, source in self.settings.pop("sources").items():
-            keep_source(spec, source)
+        keep_sources(self.settings.pop("sources"))
 
     def end_forks(self) -> None:
         """End this process if it is a fork from which user code has returned: only the worker itself may reply."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf_triton.errors import FunctionError, RlhfError
 from rlhf_triton.process import RUN_MODULE, how_ended
-from rlhf_triton.user_code import source_of
+from rlhf_triton.user_code import read_sources
 from rlhf_triton.workers.child import WorkerMessage, frame, read_frame
 
 # Secrets of the run itself, which user code inherits only if its own option names them.
@@ -145,8 +145,7 @@ class Workers:
         self._module = module
         self._spec = spec
         # As the files are now, so that a worker that replaces another runs the same code, whoever edits them meanwhile.
-        sources = {other: source_of(other) for other in others}
-        self._settings = {**settings, "source": source_of(spec), "sources": sources}
+        self._settings = {**settings, "sources": read_sources([spec, *others])}
         self._number = number
         hidden = {*hidden_variables, *SECRETS} - {own_variable}
         self._environment = {name: value for name, value in os.environ.items() if name not in hidden}

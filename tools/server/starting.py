@@ -22,9 +22,10 @@ from rlhf_triton.tools.server.tritonserver import TritonServer
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
-def lacks_version(config: RunConfig) -> list[str]:
-    """Return the names of the live models (critic, reward) that have no version to serve yet."""
-    return [model.name for model in live_models(config) if not (model.store / "CURRENT").exists()]
+def missing_versions(config: RunConfig) -> str:
+    """Return "version 0 of the critic's and the reward's weights", of the live models that have no version; or ""."""
+    names = [f"the {model.name}'s" for model in live_models(config) if not (model.store / "CURRENT").exists()]
+    return f"version 0 of {' and '.join(names)} weights" if names else ""
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
@@ -36,10 +37,10 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     Raises:
         ServerStartError: the trainer failed; its output says why.
     """
-    missing = [f"the {name}'s" for name in lacks_version(config)]
+    missing = missing_versions(config)
     if not missing:
         return
-    what = f"creating version 0 of {' and '.join(missing)} weights"
+    what = f"creating {missing}"
     say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
     command = [
