@@ -85,9 +85,10 @@ class CapturedAgents(ConversationRunner):
         failed = None
         truncated = ""
         self._rows[name] = rows
-        deadline = rows.clock() + self._settings.timeout_s
+        deadline = math.inf  # until a worker, which may have to be started, has taken the agent
         try:
             instance = await self._open(prompt, seed)
+            deadline = rows.clock() + self._settings.timeout_s
             reward = (await instance.step(f"{self._url}/sessions/{name}/v1", rows.clock)).reward
         except EnvironmentFailed as failure:
             failed = failure

@@ -10,7 +10,8 @@ from generated_conversations import BANNED, EOS, TOKENIZER, generated_rows, prom
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Score
-from rlhf_triton.actor.generation.conversations import ConversationSource
+from rlhf_triton.actor.environments.pool import Environments
+from rlhf_triton.actor.generation.conversations import ConversationRows, ConversationSource
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
@@ -141,6 +142,23 @@ def test_closing_a_generation_frees_the_slots_of_its_agents(agents, model, monke
 def test_conversation_continues_after_the_agent_closes_a_connection(agents, model):
     for response in ends(model, agents("impatient"), 2, generation_batch_size=2):
         assert (len(response.turns), response.error) == (2, "")
+
+
+def test_time_limit_begins_once_a_worker_has_taken_the_agent(agents, model, monkeypatch):
+    """A worker that has to be started takes seconds, which are not the agent's."""
+    begin = Environments.open
+    clock = ConversationRows.clock
+    started = []
+
+    async def slowly(environments, row):
+        instance = await begin(environments, row)
+        started.append(row)
+        return instance
+
+    monkeypatch.setattr(Environments, "open", slowly)
+    monkeypatch.setattr(ConversationRows, "clock", lambda rows: clock(rows) + 1000 * len(started))
+    (found,) = ends(model, agents("converse"), 1)
+    assert (len(found.turns), found.truncated, found.error) == (2, "", "")
 
 
 def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents, model):
