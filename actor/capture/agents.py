@@ -38,7 +38,9 @@ class CapturedAgents(ConversationRunner):
         self._rows: dict[str, ConversationRows] = {}
         limits = SessionLimits(settings.max_tokens, settings.max_turns, counts_shared=False)
         self._sessions = Sessions(tokenizer, limits, most=MAX_INSTANCES, idle_s=math.inf)
-        routes = capture_routes(self._sessions, self, model="policy", max_tokens=settings.max_tokens)
+        routes = capture_routes(
+            self._sessions, self, model="policy", max_tokens=settings.max_tokens, min_tokens=self._min_new_tokens
+        )
         app = Starlette(routes=routes, exception_handlers={RlhfError: refused})
         config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, log_level="warning", lifespan="off")
         bound = config.bind_socket()

@@ -1,5 +1,6 @@
 """Tests of agents that call the policy over HTTP: the decoder samples every call, every conversation becomes a row."""
 
+import string
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.row_texts import RowText
+from rlhf_triton.checkpoints.tokenization import reply_text
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
@@ -29,7 +31,9 @@ def agents():
     begun = []
 
     def begin(name, **settings):
-        options = {"max_prompt_tokens": 100, "stop_strings": ["\n"], "vocab_size": settings.pop("vocab_size", None)}
+        names = ("stop_strings", "min_new_tokens", "vocab_size")
+        options = {"max_prompt_tokens": 100, "stop_strings": ["\n"]}
+        options |= {option: settings.pop(option) for option in names if option in settings}
         section = EnvironmentSection.model_validate({"agent": f"{AGENTS}:{name}", "max_tokens": 300, **settings})
         begun.append(CapturedAgents(section, TOKENIZER, **options))
         return begun[-1]
@@ -159,6 +163,15 @@ def test_time_limit_begins_once_a_worker_has_taken_the_agent(agents, model, monk
     monkeypatch.setattr(ConversationRows, "clock", lambda rows: clock(rows) + 1000 * len(started))
     (found,) = ends(model, agents("converse"), 1)
     assert (len(found.turns), found.truncated, found.error) == (2, "", "")
+
+
+def test_stop_strings_within_the_first_tokens_do_not_shorten_a_reply(agents, model):
+    letters = [*string.ascii_letters]
+    agent = agents("stopping", options={"stop": letters}, stop_strings=letters, min_new_tokens=8)
+    for row in ends(model, agent, 3, min_new_tokens=8):
+        said = row.messages[-1]["content"]
+        assert said == reply_text(TOKENIZER, sampled_of(row))
+        assert any(letter in said for letter in letters)
 
 
 def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents, model):
