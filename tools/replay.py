@@ -12,6 +12,7 @@ from rlhf_triton.actor.run.settings import (
     FIXED_KEYS,
     SETTINGS_FILE,
     actor_checkpoints,
+    adapted_keys,
     flat_settings,
     started_with,
     write_settings,
@@ -126,9 +127,8 @@ def _check_fork(run_dir: Path, old: RunConfig, new: RunConfig, changed: Mapping[
             "an algorithm without one, or fork with --step 1"
         )
     marks = resume_marks("actor.policy", PolicySection) | resume_marks("trainer", TrainerSection)
-    fixed = [
-        key for key in changed if marks.get(key) is Resume.FIXED or key.startswith((*FIXED_KEYS, "critic.pretrain"))
-    ]
+    kept = (*FIXED_KEYS, *adapted_keys(old, new), "critic.pretrain")
+    fixed = [key for key in changed if marks.get(key) is Resume.FIXED or key.startswith(kept)]
     if fixed:
         raise RlhfError(f"--fork: {fixed[0]} cannot change after the first step; remove it, or fork with --step 1")
     versions = WeightsStore(old.run.model_copy(update={"dir": run_dir}).reward_weights_dir).versions()

@@ -109,7 +109,8 @@ def rows_of_file(path: Path, model: Path, *, special: bool) -> Iterator[tuple[st
             end = tokenizer().eos_token_id if end is None else end
             response = encode_bare_text(tokenizer(), response)
             response += [] if end in (None, *response[-1:]) else [end]
-        if not (_is_ids(prompt) and _is_ids(response) and isinstance(target, int | float) and -3e38 < target < 3e38):
+        is_number = isinstance(target, int | float) and not isinstance(target, bool) and -3e38 < target < 3e38
+        if not (_is_ids(prompt) and _is_ids(response) and is_number):
             raise ConfigError(
                 f"{KEY}: {where} must have a prompt (text, messages or token ids), a response (text or token ids), "
                 f"neither of them empty, and a return (a finite number), got {json.dumps(line)[:80]}"

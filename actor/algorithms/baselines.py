@@ -14,7 +14,8 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
 
         A_i = R_i - 1 / (n - 1) * sum_{j != i} R_j        over the n counted responses of a group; 0 where n <= 1
 
-    The baseline does not depend on response i, so the gradient stays unbiased.
+    The baseline does not depend on response i, so the gradient stays unbiased. Scores that are equal up to float32
+    rounding give advantages of 0.
 
     Args:
         rewards: `[B]`; rows that are not counted may hold any value.
@@ -28,7 +29,8 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     scores, index, count, total = _group_sums(rewards, groups, counted)
     others = (count - 1)[index]
     baseline = (total[index] - scores) / others.clamp(min=1)
-    return torch.where(counted & (others > 0), scores - baseline, 0.0).to(rewards.dtype)
+    differs = ~is_rounding((scores - baseline).abs(), baseline)
+    return torch.where(counted & (others > 0) & differs, scores - baseline, 0.0).to(rewards.dtype)
 
 
 def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:

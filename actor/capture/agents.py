@@ -38,7 +38,9 @@ class CapturedAgents(ConversationRunner):
         self._rows: dict[str, ConversationRows] = {}
         limits = SessionLimits(settings.max_tokens, settings.max_turns, counts_shared=False)
         self._sessions = Sessions(tokenizer, limits, most=MAX_INSTANCES, idle_s=math.inf)
-        routes = capture_routes(self._sessions, self, model="policy", max_tokens=settings.max_tokens)
+        routes = capture_routes(
+            self._sessions, self, model="policy", max_tokens=settings.max_tokens, min_tokens=self._min_new_tokens
+        )
         app = Starlette(routes=routes, exception_handlers={RlhfError: refused})
         config = uvicorn.Config(app, "127.0.0.1", 0, log_config=None, log_level="warning", lifespan="off")
         bound = config.bind_socket()
@@ -85,9 +87,10 @@ class CapturedAgents(ConversationRunner):
         failed = None
         truncated = ""
         self._rows[name] = rows
-        deadline = rows.clock() + self._settings.timeout_s
+        deadline = math.inf  # until a worker, which may have to be started, has taken the agent
         try:
             instance = await self._open(prompt, seed)
+            deadline = rows.clock() + self._settings.timeout_s
             reward = (await instance.step(f"{self._url}/sessions/{name}/v1", rows.clock)).reward
         except EnvironmentFailed as failure:
             failed = failure

@@ -37,12 +37,15 @@ class EndBody(Body):
     group: str = ""
 
 
-def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int) -> list[Route]:
+def capture_routes(
+    sessions: Sessions, sampler: Sampler, *, model: str, max_tokens: int, min_tokens: int = 0
+) -> list[Route]:
     """Return the routes that agents call; the application must handle RlhfError with `refused`.
 
     Args:
         model: name of the policy; requests may use any other name.
         max_tokens: maximum tokens of a reply whose request sets no limit.
+        min_tokens: first tokens of a reply within which the sampler ignores stop strings.
     """
 
     async def answer(api: ChatApi, request: Request) -> Response:
@@ -62,7 +65,8 @@ def capture_routes(sessions: Sessions, sampler: Sampler, *, model: str, max_toke
                     agent_request.sampling, max_tokens=min(token_limit, agent_request.sampling.max_tokens)
                 )
                 sampled = await sampler.sample(name, prompt, sampling)
-                answered = reply_to(agent_request, uuid.uuid4().hex, len(prompt), sampled, sessions.tokenizer)
+                number = uuid.uuid4().hex
+                answered = reply_to(agent_request, number, len(prompt), sampled, sessions.tokenizer, min_tokens)
                 session.record(call, sampled, answered.message)
             finally:
                 session.forget(call)

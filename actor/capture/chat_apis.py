@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from rlhf_triton.actor.capture.http import Body, HttpError
 from rlhf_triton.actor.capture.sessions import Sampling
 from rlhf_triton.actor.data.chat import HERMES, ChatMessage, split_thought, tool_calls
-from rlhf_triton.actor.data.recorded import PolicyTurn
+from rlhf_triton.actor.data.recorded import PolicyTurn, first_stop
 from rlhf_triton.checkpoints.tokenization import reply_text
 from rlhf_triton.wire.messages import joined
 
@@ -61,13 +61,16 @@ class ChatApi:
 
 
 def reply_to(
-    agent_request: AgentRequest, name: str, prompt_tokens: int, sampled: PolicyTurn, tokenizer: Any
+    agent_request: AgentRequest, name: str, prompt_tokens: int, sampled: PolicyTurn, tokenizer: Any, min_tokens: int
 ) -> PolicyReply:
-    """Return the reply for sampled tokens: its text up to the stop string, and the well-formed tool calls in it."""
+    """Return the reply for sampled tokens: its text up to the stop string, and the well-formed tool calls in it.
+
+    `min_tokens`: first tokens of the reply within which stop strings are ordinary text.
+    """
     text = reply_text(tokenizer, sampled.tokens)
     calls = list[Json]()
-    stops = [(text.index(stop), stop) for stop in agent_request.sampling.stop if stop in text]
-    end, stopped_by = min(stops, default=(len(text), None))
+    early = reply_text(tokenizer, sampled.tokens[:min_tokens])
+    end, stopped_by = first_stop(text, early, agent_request.sampling.stop) or (len(text), None)
 
     def take_call(match: re.Match[str]) -> str:
         call = tool_calls(match[0])[0]

@@ -146,10 +146,14 @@ def conversation_of(
     return tuple(converted)
 
 
-def policy_staleness(rows: Sequence[RolloutRow], step: int) -> int:
-    """Return the number of updates between the oldest weights that sampled a token of the rows and those of `step`."""
+def policy_staleness(rows: Sequence[RolloutRow], step: int, *, warmup_steps: int = 0) -> int:
+    """Return the number of updates between the oldest weights that sampled a token of the rows and those of `step`.
+
+    `warmup_steps`: first steps of the run, which do not update the policy.
+    """
     oldest = [row.policy_steps[row.sampled].min() for row in rows if row.policy_steps is not None and row.sampled.any()]
-    return step - 1 - int(min(oldest, default=step - 1))
+    last = max(step - 1, warmup_steps)
+    return last - max(warmup_steps, int(min(oldest, default=last)))
 
 
 def text_indices(row: RolloutRow, tokenizer: Any) -> list[int]:

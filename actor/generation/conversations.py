@@ -99,6 +99,7 @@ class ConversationRunner:
         lockstep: bool = False,
         hidden_variables: Sequence[str] = (),
         stop_strings: Sequence[str] = (),
+        min_new_tokens: int = 0,
     ) -> None:
         """Start the workers of the environments.
 
@@ -107,7 +108,7 @@ class ConversationRunner:
             lockstep: all rows wait for the slowest environment, so that the batches of decoding, and thus the last bits
                 of log-probs, do not depend on the speed of environments.
             hidden_variables: environment variables that the workers do not inherit.
-            stop_strings: strings that end a turn of the policy.
+            stop_strings: strings that end a turn of the policy, unless within its first `min_new_tokens` tokens.
 
         Raises:
             RlhfError: the class of the environment cannot be used.
@@ -116,6 +117,7 @@ class ConversationRunner:
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._stop_strings = {*stop_strings}
+        self._min_new_tokens = min_new_tokens
         self._vocab_size = vocab_size
         self.longest = settings.max_tokens
         self.lockstep = lockstep

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
+from rlhf_triton.actor.data.recorded import first_stop
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.generation import Generation, JobSource
@@ -191,19 +192,16 @@ class LocalGeneration(Generation):
         )
 
     def _has_stop(self, response: Sequence[int]) -> bool:
-        """Return whether the response contains a stop string; checked after each token, so the last one completes it.
-
-        As in vLLM, a stop string that ends within the first `min_new_tokens` tokens is ordinary text.
-        """
+        """Return whether a stop string ends the response; checked after each token, so the last one completes it."""
         early = self._settings.min_new_tokens
         if len(response) <= early:
             return False
         begin = max(0, len(response) - self._stop_tokens)
-        text = self._tokenizer.decode(response[begin:], skip_special_tokens=False)
-        ignored = 0
-        if begin < early:  # rstrip: a character whose bytes are incomplete here may still complete a stop string
-            ignored = len(self._tokenizer.decode(response[begin:early], skip_special_tokens=False).rstrip("\ufffd"))
-        return any(text.find(stop, max(0, ignored - len(stop) + 1)) >= 0 for stop in self._settings.stop_strings)
+        text, ignored = (
+            self._tokenizer.decode(part, skip_special_tokens=False)
+            for part in (response[begin:], response[begin:early])
+        )
+        return first_stop(text, ignored, self._settings.stop_strings) is not None
 
     @torch.no_grad()
     def _is_proven(self, prompts: Sequence[Prompt]) -> bool:

@@ -51,7 +51,7 @@ class Trackers:
         self._run_dir = run_dir
         if names:
             importlib.import_module("accelerate.tracking")
-        for name in names:
+        for name in dict.fromkeys(names):  # two of one kind would end each other
             try:
                 importlib.import_module(name)  # here: a concurrent import in another thread would see a partial module
             except ImportError as error:

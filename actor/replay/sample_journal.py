@@ -31,10 +31,11 @@ from rlhf_triton.actor.replay.recorded_steps import (
     find_sampled,
 )
 from rlhf_triton.actor.run.checkpoints import RunState
-from rlhf_triton.actor.run.settings import actor_checkpoints
+from rlhf_triton.actor.run.settings import CONTENTS_FILE, actor_checkpoints
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.digests import json_digest, short_digest
 from rlhf_triton.errors import RlhfError
+from rlhf_triton.store.durable import read_json
 from rlhf_triton.store.record_log import RecordLog, StoredRecord
 from rlhf_triton.store.sealed_folder import saved_steps
 
@@ -75,10 +76,12 @@ class SampleJournal:
         self._settings = config.model_dump(mode="json")
         self._environment = environment_of()
         actor = self._settings["actor"]
+        contents = read_json(config.run.dir / CONTENTS_FILE) or {}
         decisive = {
             **{name: actor[name] for name in ("generation", "prompts")},
             "responses_per_prompt": config.actor.algorithm.responses_per_prompt,
             "environment": self._settings["environment"],
+            "environment_files": {key: contents[key] for key in contents if key.startswith("environment.")},
             "sources": {"policy": state.policy.fingerprint, **state.inputs.fingerprints},
         }
         self._sampling = json_digest(decisive)

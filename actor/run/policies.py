@@ -48,6 +48,7 @@ def _make_generation(config: RunConfig, policy: Policy, settings: GenerationSect
             lockstep=config.run.deterministic,
             hidden_variables=config.hidden_variables(config.environment.options),
             stop_strings=settings.stop_strings,
+            min_new_tokens=settings.min_new_tokens,
         )
         generation.runner = policy.ranks.run_on_all_ranks(make_runner)
     return generation

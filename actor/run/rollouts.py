@@ -231,7 +231,8 @@ class Rollouts:
             metrics["train_rollouts/useful_prompts"] = sum(useful) / len(useful)
         if self._settings.max_off_policy_steps:
             rows = rows_of(conversations_of(groups))
-            metrics["train_rollouts/policy_staleness"] = float(policy_staleness(rows, step))
+            staleness = policy_staleness(rows, step, warmup_steps=algorithm.critic_warmup_steps)
+            metrics["train_rollouts/policy_staleness"] = float(staleness)
             metrics["train_rollouts/groups_in_flight"] = float(len(self._in_flight))
         return metrics
 

@@ -70,11 +70,8 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
         for key in {**before, **now}
         if before.get(key) != now.get(key) and (key in RESULTS or not _is_operation(key, config))
     }
-    fixed = (
-        FIXED_KEYS if (config.run.weights_dir / "CURRENT").exists() else ()
-    )  # the critic's version 0 has been written
-    if None not in (config.actor.kl.target, earlier.actor.kl.target):
-        fixed = (*fixed, "actor.kl.coef")  # checkpoints have the adapted one
+    has_critic = (config.run.weights_dir / "CURRENT").exists()  # its version 0 has been written
+    fixed = (*(FIXED_KEYS if has_critic else ()), *adapted_keys(earlier, config))
     changed = {f"{key} (without effect)" if key.startswith(fixed) else key: values for key, values in changed.items()}
     optimizer = config.actor.optimizer
     was = earlier.actor.steps
@@ -94,6 +91,11 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
             + "\npass --accept-changes to go on with these, or set them back; `rlhf-triton run --fresh` starts over"
         )
     return changed
+
+
+def adapted_keys(earlier: RunConfig, now: RunConfig) -> tuple[str, ...]:
+    """Return the settings in whose place a checkpoint of `earlier` has an adapted value, which `now` resumes."""
+    return () if None in (earlier.actor.kl.target, now.actor.kl.target) else ("actor.kl.coef",)
 
 
 def describe_changes(changed: Mapping[str, list[Any]]) -> list[str]:

@@ -1,5 +1,6 @@
 """Tests of agents that call the policy over HTTP: the decoder samples every call, every conversation becomes a row."""
 
+import string
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from generated_conversations import BANNED, EOS, TOKENIZER, generated_rows, prom
 from rlhf_triton.actor.capture.agents import CapturedAgents
 from rlhf_triton.actor.data.recorded import PolicyTurn
 from rlhf_triton.actor.data.rollout_rows import Score
-from rlhf_triton.actor.generation.conversations import ConversationSource
+from rlhf_triton.actor.environments.pool import Environments
+from rlhf_triton.actor.generation.conversations import ConversationRows, ConversationSource
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.row_texts import RowText
+from rlhf_triton.checkpoints.tokenization import reply_text
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
@@ -28,7 +31,9 @@ def agents():
     begun = []
 
     def begin(name, **settings):
-        options = {"max_prompt_tokens": 100, "stop_strings": ["\n"], "vocab_size": settings.pop("vocab_size", None)}
+        names = ("stop_strings", "min_new_tokens", "vocab_size")
+        options = {"max_prompt_tokens": 100, "stop_strings": ["\n"]}
+        options |= {option: settings.pop(option) for option in names if option in settings}
         section = EnvironmentSection.model_validate({"agent": f"{AGENTS}:{name}", "max_tokens": 300, **settings})
         begun.append(CapturedAgents(section, TOKENIZER, **options))
         return begun[-1]
@@ -141,6 +146,32 @@ def test_closing_a_generation_frees_the_slots_of_its_agents(agents, model, monke
 def test_conversation_continues_after_the_agent_closes_a_connection(agents, model):
     for response in ends(model, agents("impatient"), 2, generation_batch_size=2):
         assert (len(response.turns), response.error) == (2, "")
+
+
+def test_time_limit_begins_once_a_worker_has_taken_the_agent(agents, model, monkeypatch):
+    """A worker that has to be started takes seconds, which are not the agent's."""
+    begin = Environments.open
+    clock = ConversationRows.clock
+    started = []
+
+    async def slowly(environments, row):
+        instance = await begin(environments, row)
+        started.append(row)
+        return instance
+
+    monkeypatch.setattr(Environments, "open", slowly)
+    monkeypatch.setattr(ConversationRows, "clock", lambda rows: clock(rows) + 1000 * len(started))
+    (found,) = ends(model, agents("converse"), 1)
+    assert (len(found.turns), found.truncated, found.error) == (2, "", "")
+
+
+def test_stop_strings_within_the_first_tokens_do_not_shorten_a_reply(agents, model):
+    letters = [*string.ascii_letters]
+    agent = agents("stopping", options={"stop": letters}, stop_strings=letters, min_new_tokens=8)
+    for row in ends(model, agent, 3, min_new_tokens=8):
+        said = row.messages[-1]["content"]
+        assert said == reply_text(TOKENIZER, sampled_of(row))
+        assert any(letter in said for letter in letters)
 
 
 def test_reward_posted_for_a_call_is_assigned_to_its_turn(agents, model):

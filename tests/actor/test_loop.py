@@ -46,6 +46,7 @@ from rlhf_triton.actor.policy.policy import Policy
 from rlhf_triton.actor.policy.update import PolicyUpdate
 from rlhf_triton.actor.replay.sample_journal import SampleJournal
 from rlhf_triton.actor.run.collection import Collector
+from rlhf_triton.actor.run.settings import CONTENTS_FILE
 from rlhf_triton.actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update
 from rlhf_triton.actor.run.step import StepTraining
 from rlhf_triton.actor.run.stopping import Stop, Stopped
@@ -58,7 +59,7 @@ from rlhf_triton.client.errors import RequestFailed, ServerFailed
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.errors import NotFinite, RlhfError
-from rlhf_triton.store.durable import read_json
+from rlhf_triton.store.durable import read_json, write_json
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.store.sealed_folder import saved_steps
 from rlhf_triton.tools.status import status
@@ -843,9 +844,11 @@ def test_resumed_run_takes_the_groups_that_were_sampled_ahead(tmp_path, checkpoi
     changed = make_grpo(tmp_path, checkpoints, **AHEAD)
     changed.policy.fingerprint = "of another model"
     changed.samples = SampleJournal(load_config(tmp_path / "run.yaml"), changed.samples._state)
-    for each, count in ((again, 6), (other, 0), (changed, 0)):
+    write_json(tmp_path / CONTENTS_FILE, {"environment.class": "of an edited file"})
+    edited = make_grpo(tmp_path, checkpoints, **AHEAD)
+    for each, count in ((again, 6), (other, 0), (changed, 0), (edited, 0)):
         each.inputs.record(2, Positions(4))
-        assert len(each.samples.sampled(2)) == count, "groups of other sampling settings, model or prompts are kept"
+        assert len(each.samples.sampled(2)) == count, "groups of other settings, files, models or prompts are kept"
     found = []
     start = again.collector.start_sampled
     again.collector.start_sampled = lambda rows: (found.append(rows[0][0].prompt.text), start(rows))[1]

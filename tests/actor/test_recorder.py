@@ -810,6 +810,11 @@ def test_trackers_receive_the_logged_metrics_and_texts(said, tmp_path):
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 
+def test_a_tracker_that_is_named_twice_is_started_once(said, tmp_path):
+    log_of(tmp_path, "wandb", "wandb").close()
+    assert [name for name, *_ in said] == ["wandb.init", "wandb.settings", "wandb.finish"]
+
+
 def test_a_tracker_that_cannot_be_imported_is_an_error_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RlhfError, match=r"actor\.trackers: wandb cannot be imported: .*; repair or remove it"):

@@ -336,6 +336,7 @@ def test_damage_to_a_later_step_blocks_no_earlier_one(kind, part, told, copy, ca
         ("--step 5", None, "lacks step 5, which a replay of step 5 needs (from the checkpoint of step 4)"),
         ("--step 5", None, "or actor.keep_checkpoints (3) no longer keeps it; steps 1 to 4 can be replayed"),
         ("--step 2 --fork {run}/new actor.policy.lora_rank=4", None, "actor.policy.lora_rank cannot change after the"),
+        ("--step 2 --fork {run}/new actor.kl.coef=0.5", None, "actor.kl.coef cannot change after the first step"),
         ("--step 2 --fork {run}/new actor.algorithm.name=ppo", None, "ppo needs a critic, and {run} has none; choose"),
         ("--step 1", lambda run: shutil.rmtree(journal_dir(run) / "1"), "lacks step 1, which a replay of step 1 needs"),
         (

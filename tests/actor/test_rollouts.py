@@ -240,6 +240,14 @@ def test_slow_group_delays_no_other_group_while_it_is_ahead(inputs):
     assert delayed.at[8] - delayed.at[5] == even.at[8] - even.at[5]
 
 
+def test_warm_up_of_the_critic_does_not_age_responses(inputs):
+    """Its steps do not update the policy: the weights that sampled them are the newest until the step after it."""
+    aged, _ = simulated(inputs, 8, max_off_policy_steps=2)
+    found, _ = simulated(inputs, 8, max_off_policy_steps=2, critic_warmup_steps=3)
+    assert max(aged.staleness[:4]) > 0
+    assert found.staleness == [max(0, min(age, step - 3)) for step, age in enumerate(aged.staleness)]
+
+
 def no_spread_in_every_third(prompt):
     return [float(int(prompt.prompt_id[1:]) % 3 > 0 and i) for i in range(SIZE)]
 

@@ -129,6 +129,8 @@ def test_settings_may_repeat_an_argument_or_name_the_algorithm(started, tmp_path
     )
     assert load_config(run.config_path).actor.algorithm.name == "sao"
     assert read_jsonl(run.path / "prompts.jsonl") == [{"prompt": "a", "n": 1}]
+    run = rt.train("policy", prompts="p.jsonl", reward="reward", algorithm={"clip_ratio": 0.1})
+    assert load_config(run.config_path).actor.algorithm.name == "grpo", "settings without a name are of another one"
 
 
 def test_texts_that_look_like_numbers_and_enums_are_written_as_texts(started):

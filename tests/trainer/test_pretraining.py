@@ -411,6 +411,7 @@ BAD_LINES = {
     "line 2 must have .* a response": {**LINE, "response": [7, "x"]},
     "line 2 must have .*a return .a finite number.*Infinity": {**LINE, "return": float("inf")},
     "line 2 must have .*a return": {**LINE, "return": 10**400},
+    "line 2 must have .*a return .a finite number.*true": {**LINE, "return": True},
     r"line 2 does not fit .*critic: tokens\[0, 0\]: 999": {**LINE, "prompt": [999]},
     "line 2 does not fit .*critic: .* 100 tokens": {**LINE, "response": [7] * 98},
     "line 2: prompt is a text that contains messages; store": {**LINE, "prompt": str([{"role": "user"}])},

@@ -76,7 +76,7 @@ def train(
         reward: a reward function, `"file.py:name"`, the folder of a reward model, or a list of these, in which
             `(reward, weight)` sets a weight in the sum. A function may have TRL's signature. A function that a notebook
             or script defines is copied into the run's folder with what it uses; lambdas and closures are refused.
-        algorithm: a name, or the settings of `actor.algorithm`.
+        algorithm: a name, or the settings of `actor.algorithm`, whose `name` is then `grpo` unless they have one.
         steps: number of steps of the whole run (`actor.steps`).
         critic: the model that the critic starts from; default: the policy, if the algorithm has a critic.
         validation: prompts to which the policy responds before and after the training (`samples`), as `prompts`.
@@ -97,12 +97,11 @@ def train(
         sections.set_prompts("actor.prompts.path", prompts, name="prompts")
         sections.set_prompts("actor.validation.prompts", validation, name="validation")
         sections.set_rewards(reward)
-        if algorithm == ALGORITHM:
-            sections.set("actor.algorithm.name", algorithm)
-        elif isinstance(algorithm, str):
-            sections.set_once("actor.algorithm.name", algorithm)
-        else:
+        sections.set("actor.algorithm.name", ALGORITHM)
+        if not isinstance(algorithm, str):
             sections.set("actor.algorithm", algorithm)
+        elif algorithm != ALGORITHM:
+            sections.set_once("actor.algorithm.name", algorithm)
         if steps is not None:
             sections.set_once("actor.steps", steps)
         sections.set_model("critic.model", critic)
