@@ -281,7 +281,7 @@ def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoint
 @pytest.mark.usefixtures("signals_kept")
 @pytest.mark.parametrize(
     ("lost", "error", "code"),
-    [("stdout", KeyboardInterrupt, 130), ("stdout", RlhfError, 2), ("run.lock", RlhfError, 2)],
+    [("stdout", KeyboardInterrupt, 130), ("stdout", RlhfError, 2), ("run.lock", RlhfError, 2), ("stdout", None, 0)],
 )
 def test_run_stops_its_processes_and_names_the_cause_without_its_output(
     tmp_path, checkpoints, monkeypatch, capsys, lost, error, code
@@ -295,7 +295,10 @@ def test_run_stops_its_processes_and_names_the_cause_without_its_output(
         if lost == "run.lock":
             (folder / lost).unlink()
             (folder / lost).mkdir()
-        raise error("the actor was killed")
+        if error is None:
+            (folder / "summary.json").write_text('{"steps": 7}')
+        else:
+            raise error("the actor was killed")
 
     stopped = mock.Mock()
     monkeypatch.setattr(tools_run.RunProcesses, "execute", execute)
@@ -303,8 +306,8 @@ def test_run_stops_its_processes_and_names_the_cause_without_its_output(
     if lost == "stdout":
         monkeypatch.setattr(sys, "stdout", LOST)
     assert tools_run.main(["--config", str(run.path)]) == code
-    stopped.assert_called_once_with()
-    assert ("error: the actor was killed" if code == 2 else "stopped; ") in capsys.readouterr().err
+    assert stopped.call_count == (error is not None)
+    assert {0: "", 2: "error: the actor was killed", 130: "stopped; "}[code] in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("signals_kept")
