@@ -28,7 +28,7 @@ from rlhf_triton.errors import REPORTED, RlhfError
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import StopSignals
 from rlhf_triton.store.durable import read_json
-from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.journal import Journal, JournalState
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.checks import preflight
@@ -40,7 +40,7 @@ from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import set_aside_if_large
-from rlhf_triton.tools.server.starting import ensure_first_version, missing_versions, supervised
+from rlhf_triton.tools.server.starting import ensure_first_version, missing_versions, server_lock, supervised
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
@@ -279,7 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         warnings = preflight.check(config, "run")
         if args.fresh and config.run.dir.exists():
-            with only_run(config.run.dir), only_actor(config.run.dir):
+            with only_run(config.run.dir), only_actor(config.run.dir), server_lock(config):
+                if JournalState(config.run.journal_dir, config.run.identity).is_followed():
+                    raise RlhfError(f"the critic sidecar of {config.run.dir} is running; stop it first")
                 set_aside(config.run.dir)
     return _supervise(args, config, signals, warnings)
 
