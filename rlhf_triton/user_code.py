@@ -4,6 +4,7 @@ Imports only the standard library, so that worker processes start fast.
 """
 
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import re
@@ -68,6 +69,12 @@ def read_sources(specs: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(OSError):
             sources[match["file"]] = Path(match["file"]).read_bytes().decode("latin-1")  # keeps each byte
     return sources
+
+
+def source_digest(spec: str) -> str | None:
+    """Return the SHA-256 of the file that a spec names; None for a module, or if the file cannot be read."""
+    source = next(iter(read_sources([spec]).values()), None)
+    return None if source is None else hashlib.sha256(source.encode("latin-1")).hexdigest()
 
 
 def keep_sources(sources: Mapping[str, str]) -> None:

@@ -42,7 +42,7 @@ from rlhf_triton.tools.served_rewards import (
     reward_parameters,
     reward_traits,
 )
-from rlhf_triton.user_code import with_absolute_path
+from rlhf_triton.user_code import source_digest, with_absolute_path
 from rlhf_triton.wire import contract
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -255,8 +255,10 @@ def _named(key: str) -> Iterator[None]:
 
 def _function_parameters(term: RewardTerm, config: RunConfig, place: PathForm) -> dict[str, str]:
     tokenizer = tokenizer_folder(config)
+    digest = source_digest(str(term.function))
     return {
         "function": with_absolute_path(str(term.function), place),
+        **({} if digest is None else {contract.SOURCE_DIGEST: digest}),
         **({"options": json.dumps(term.options)} if term.options else {}),
         **({contract.GROUPWISE: "true"} if term.groupwise else {}),
         "hidden_variables": json.dumps(config.hidden_variables(term.options)),

@@ -25,9 +25,10 @@ from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.config.without_effect import effect_line
 from rlhf_triton.errors import REPORTED, RlhfError
+from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.process import StopSignals
 from rlhf_triton.store.durable import read_json
-from rlhf_triton.store.journal import Journal
+from rlhf_triton.store.journal import Journal, JournalState
 from rlhf_triton.store.run_lock import only_actor, only_run
 from rlhf_triton.tools.arguments import parse, program
 from rlhf_triton.tools.checks import preflight
@@ -39,7 +40,7 @@ from rlhf_triton.tools.server.child import LIBRARY_ENV, Child
 from rlhf_triton.tools.server.health import count_failures
 from rlhf_triton.tools.server.ports import PORT_KEYS, check_ports, free_port, with_free_ports
 from rlhf_triton.tools.server.server_log import set_aside_if_large
-from rlhf_triton.tools.server.starting import ensure_first_version, missing_versions, supervised
+from rlhf_triton.tools.server.starting import ensure_first_version, missing_versions, server_lock, supervised
 from rlhf_triton.tools.server.supervisor import Supervisor
 from rlhf_triton.tools.server.tritonserver import TritonServer
 from rlhf_triton.tools.server.vllm import VllmServer, starts_vllm
@@ -273,12 +274,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_memory(config)
         if not args.fresh and is_finished(config, accepts_changes=args.accept_changes):
             run_dir = config.run.dir
-            print(ENDED.format(last_step(run_dir), config.actor.steps))
+            say(ENDED.format(last_step(run_dir), config.actor.steps))
             _print_outcome(run_dir)
             return 0
         warnings = preflight.check(config, "run")
         if args.fresh and config.run.dir.exists():
-            with only_run(config.run.dir), only_actor(config.run.dir):
+            with only_run(config.run.dir), only_actor(config.run.dir), server_lock(config):
+                if JournalState(config.run.journal_dir, config.run.identity).is_followed():
+                    raise RlhfError(f"the critic sidecar of {config.run.dir} is running; stop it first")
                 set_aside(config.run.dir)
     return _supervise(args, config, signals, warnings)
 
@@ -302,7 +305,7 @@ def _supervise(arguments: argparse.Namespace, config: RunConfig, signals: StopSi
                 raise
     except KeyboardInterrupt:
         again = shlex.join(["run", "--config", str(arguments.config), *arguments.overrides])
-        print(f"stopped; {program()} {again} {_what_resumes(config.run.dir)}", file=sys.stderr)
+        say(f"stopped; {program()} {again} {_what_resumes(config.run.dir)}", sys.stderr)
         _print_policy(config.run.dir)
         return 130
     _print_outcome(config.run.dir)
@@ -320,8 +323,8 @@ def _print_outcome(run_dir: Path) -> None:
 
     summary = json.loads((run_dir / "summary.json").read_text())
     for name, value in summary.items():
-        print(f"  {name:<32}{format_value(value)}")
-    print(f"report: {run_dir / 'report.html'}")
+        say(f"  {name:<32}{format_value(value)}")
+    say(f"report: {run_dir / 'report.html'}")
     _print_policy(run_dir)
 
 
@@ -329,9 +332,9 @@ def _print_policy(run_dir: Path) -> None:
     """Print how to load the newest policy of the run; after an error it is only in a checkpoint."""
     with contextlib.suppress(OSError):  # the cause of a run's end is still to be reported
         if folder := newest_saved_policy(run_dir):
-            print(f"policy: {folder}, which {loading_line(run_dir)} loads")
+            say(f"policy: {folder}, which {loading_line(run_dir)} loads")
         elif newest := last_step(run_dir):
-            print(
+            say(
                 f"policy: {program()} {shlex.join(['export', str(run_dir)])} writes that of step {newest} as a Hugging "
                 "Face folder"
             )

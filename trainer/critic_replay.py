@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.store.journal import Journal, JournalState
 from rlhf_triton.store.journal_entry import Entry, Result, read_training_file
 from rlhf_triton.store.record_log import first_difference
-from rlhf_triton.store.weights import WeightsStore
+from rlhf_triton.store.weights import Origin, WeightsStore
 from rlhf_triton.trainer.checkpoint import CheckpointFolder, CheckpointState
 from rlhf_triton.trainer.critic_update import load_update
 from rlhf_triton.training_engine.ranks import ALONE
@@ -47,12 +48,21 @@ class CriticReplay:
     def save(self, new: RunConfig) -> None:
         """Write the critic into the folder of a new run, so that its sidecar continues after the same step.
 
-        Its version 0 is this run's. The step counts as trained, as it would after a rewind to it.
+        Its version 0 has the files of this run's, in a store of its own: later versions differ, and `critic.pretrain`
+        finds the new run's steps by the run id. The step counts as trained, as it would after a rewind to it.
         """
         store = WeightsStore(new.run.weights_dir)
         trained = self._update.trained
-        shutil.copytree(self._store.folder(0), store.folder(0))
-        store.set_current(0)
+        first = self._store.manifest(0)
+
+        def copy_files(folder: Path) -> None:
+            for name in first.files:
+                shutil.copyfile(self._store.folder(0) / name, folder / name)
+
+        origin = Origin(
+            run_id=new.run.identity, tokenizer=first.tokenizer, made_from=first.made_from, source=first.source
+        )
+        store.set_current(store.add(copy_files, origin).version)
         done = Entry(self._step, 0, "train")
         result = Result(entry=done.name, weights_version=0)
         Journal(new.run.journal_dir, new.run.identity).finish(done, result)

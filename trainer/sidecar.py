@@ -121,6 +121,7 @@ class Sidecar:
         """Restore step `entry.target`, set later entries aside, publish the weights again; return the result."""
         owners = self.journal.owners(entry)
         if entry.target == entry.step == self.critic.step:  # a new or resumed run, already at the target
+            self.checkpoints.set_aside_after(entry)  # a save of the next step, which an earlier owner has sent
             self.checkpoints.write_requested()
             error = self.versions.ensure_served()  # the result promises that the weights of this step are served
         elif (unreachable := self.critic.restore(entry.target)) is not None:

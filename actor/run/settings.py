@@ -14,7 +14,7 @@ from rlhf_triton.config.sections import ModelSection
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.store.durable import numbers_in, read_json, write_json
 from rlhf_triton.store.jsonl import append_jsonl
-from rlhf_triton.user_code import FILE_SPEC
+from rlhf_triton.user_code import source_digest
 
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
@@ -68,7 +68,8 @@ def find_changes(config: RunConfig, *, accepted: bool) -> dict[str, list[Any]]:
     changed = {
         key: [before.get(key), now.get(key)]
         for key in {**before, **now}
-        if before.get(key) != now.get(key) and (key in RESULTS or not _is_operation(key, config))
+        if _from_here(before.get(key)) != _from_here(now.get(key))
+        and (key in RESULTS or not _is_operation(key, config))
     }
     has_critic = (config.run.weights_dir / "CURRENT").exists()  # its version 0 has been written
     fixed = (*(FIXED_KEYS if has_critic else ()), *adapted_keys(earlier, config))
@@ -125,9 +126,8 @@ def read_contents(config: RunConfig) -> dict[str, str]:
         specs |= {"environment.class": own.class_, "environment.agent": own.agent, "environment.reward": own.reward}
     contents: dict[str, str] = {}
     for key, spec in {**specs, **config.actor.algorithm.own_functions}.items():
-        if match := FILE_SPEC.fullmatch(spec or ""):
-            with contextlib.suppress(OSError):
-                contents[key] = hashlib.sha256(Path(match["file"]).read_bytes()).hexdigest()
+        if spec and (digest := source_digest(spec)):
+            contents[key] = digest
     if config.uses_reward_model:
         with contextlib.suppress(OSError, CheckpointError):
             contents["reward.model"] = fingerprint_model(config.reward.model)
@@ -144,7 +144,11 @@ def reward_fingerprint(config: RunConfig) -> str:
     """
     used = flat_settings(config)
     given = flattened(config.model_dump(mode="json", exclude_defaults=True))
-    settings = {key: given[key] for key in given if key in used and _is_guarded(key) and not _is_operation(key, config)}
+    settings = {
+        key: _from_here(given[key])
+        for key in given
+        if key in used and _is_guarded(key) and not _is_operation(key, config)
+    }
     parts = (settings, read_json(config.run.dir / CONTENTS_FILE) or {})
     rewarding = [{key: part[key] for key in part if key.startswith(REWARDING)} for part in parts]
     return hashlib.sha256(json.dumps(rewarding, sort_keys=True).encode()).hexdigest()[:16]
@@ -191,6 +195,13 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in sections.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
+
+
+def _from_here(setting: Any) -> Any:
+    """Return a setting with paths relative to the working directory if they are below it, however they were given."""
+    if isinstance(setting, str):
+        return setting.removeprefix(f"{Path.cwd()}/")
+    return [_from_here(each) for each in setting] if isinstance(setting, list) else setting
 
 
 def _is_guarded(key: str) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
+from rlhf_triton.errors import FunctionError
 from rlhf_triton.python_backend.serving.requests import request_limits
 from rlhf_triton.python_backend.serving.round_robin import RoundRobin
 from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, log, log_error, parameters_of, triton_model
@@ -24,6 +25,7 @@ from rlhf_triton.rewards.groups import grouped
 from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from rlhf_triton.rewards.replies import with_reply
 from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, Sample
+from rlhf_triton.user_code import source_digest
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.messages import text_of
 from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
@@ -38,14 +40,24 @@ class FunctionReward:
     """Scores rows with one reward function."""
 
     def __init__(self, args: Mapping[str, str]) -> None:
-        """Start the workers. Raises FunctionError if the function cannot be imported."""
+        """Start the workers.
+
+        Raises FunctionError if the function cannot be imported, or its file has changed since the configuration was
+        rendered, before this process replaced another one: clients would take the scores of two functions for one's.
+        """
         parameters = parameters_of(args)
         self._tokenizer = load_tokenizer(parameters.path("tokenizer")) if parameters.optional("tokenizer") else None
         self._limits = request_limits(ANY_TOKEN, parameters)
         self._texts = RoundRobin("texts")
         self._groupwise = parameters.optional(contract.GROUPWISE) == "true"
+        spec = os.fsdecode(parameters.text("function").encode())
+        rendered = parameters.optional(contract.SOURCE_DIGEST)
+        if rendered is not None and rendered != source_digest(spec):
+            raise FunctionError(
+                f"{spec} has changed since the server was started; restore its file, or start the server again"
+            )
         call = FunctionCall(
-            spec=os.fsdecode(parameters.text("function").encode()),
+            spec=spec,
             timeout_s=float(parameters.text("timeout_s")),
             timeout_key=f"rewards.{parameters.model.removeprefix(contract.REWARD_FUNCTION_PREFIX)}.timeout_s",
             groupwise=self._groupwise,

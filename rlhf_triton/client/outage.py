@@ -13,7 +13,7 @@ class Outage:
     """One outage, from the first request without a healthy server until a server is healthy again."""
 
     def __init__(self, causes: Callable[[], str]) -> None:
-        self.models: set[str] = set()  # models with waiting requests
+        self._waiting: dict[str, float] = {}  # model -> when the first request for it began to wait
         self._began = time.monotonic()
         self._causes = causes
         logger.warning("no healthy server; requests wait for one: %s", causes())
@@ -22,6 +22,21 @@ class Outage:
     def seconds(self) -> float:
         """Duration so far."""
         return time.monotonic() - self._began
+
+    def begin_wait(self, model: str) -> bool:
+        """Record that a request for this model waits; return whether it is the first one."""
+        is_first = model not in self._waiting
+        self._waiting.setdefault(model, time.monotonic())
+        return is_first
+
+    def waited_s(self, model: str) -> float:
+        """Return how long ago the first request for this model began to wait."""
+        return time.monotonic() - self._waiting[model]
+
+    def forget(self, is_served: Callable[[str], bool]) -> bool:
+        """Forget the models that are served again; return whether requests for others wait."""
+        self._waiting = {model: since for model, since in self._waiting.items() if not is_served(model)}
+        return bool(self._waiting)
 
     async def remind(self) -> None:
         """Log every `REMIND_EVERY_S` seconds that the outage continues, until cancelled."""

@@ -357,7 +357,8 @@ class ServerPool(Generic[C]):
         """Return why this server is not ready to answer the model, with the server's address; None if it is ready."""
         try:
             suspended = server.suspended.get(model)  # Triton reports the model of a dead process as ready
-            cause = suspended.cause if suspended else await server.connection.get_ready(model)
+            is_away = suspended is not None and not server.accepts(model)
+            cause = suspended.cause if suspended and is_away else await server.connection.get_ready(model)
         except AttemptFailed as failure:
             cause = failure.why or failure.event
         return f"{server.url}: {cause}" if cause else None
@@ -378,15 +379,16 @@ class ServerPool(Generic[C]):
             self._outage = Outage(self._causes)
             self._counters.outages += 1
             self._reminder = self._spawn(self._outage.remind())
+        if self._outage.begin_wait(model):
             asyncio.get_running_loop().call_later(longest, self._wake_waiters)  # waiters then check the time
-        self._outage.models.add(model)
         unusable = [server.unusable for server in self.servers if server.unusable]
         if unusable and len(unusable) == len(self.servers):  # otherwise wait for the other servers
             raise unusable[0]
-        if self._outage.seconds >= longest:
+        waited_s = self._outage.waited_s(model)
+        is_tried = any(model in server.suspended and server.suspended[model].on_trial for server in self.servers)
+        if waited_s >= longest and not is_tried:  # a model that is tried may have been healthy for long
             raise RequestFailed(
-                f"{model}: no healthy server for {self._outage.seconds:.0f} s (max_outage_s): "
-                f"{self._causes()}{self._hint}"
+                f"{model}: no healthy server for {waited_s:.0f} s (max_outage_s): {self._causes()}{self._hint}"
             )
         await self._changed.wait()
 
@@ -401,7 +403,7 @@ class ServerPool(Generic[C]):
         """Wake all waiters; end the outage if every model with waiting requests is served again."""
         self._changed.set()
         self._changed = asyncio.Event()
-        if self._outage and self._reminder and all(map(self._is_served, self._outage.models)):
+        if self._outage and self._reminder and not self._outage.forget(self._is_served):
             self._reminder.cancel()
             self._outage.end()
             self._counters.outage_seconds += self._outage.seconds

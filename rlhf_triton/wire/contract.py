@@ -57,6 +57,7 @@ BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, `id_ranges`: ids that are ne
 CHECKPOINT_FINGERPRINT = (
     "checkpoint_fingerprint"  # parameter of a model without versions: fingerprint of its checkpoint
 )
+SOURCE_DIGEST = "source_digest"  # parameter of a reward function: SHA-256 of its file
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
 PREV_VALUES = "prev_values"  # same as returns
 MASK = "mask"  # same as returns

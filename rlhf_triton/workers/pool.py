@@ -175,10 +175,13 @@ class Workers:
             await asyncio.wait([worker.ended for worker in self._workers])
 
     async def _start_one(self) -> None:
-        if self._is_closed:
-            raise FunctionError(f"{self._spec}: its workers have been killed")
         ours, theirs = socket.socketpair()
         with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
+            streams = await asyncio.open_connection(sock=ours)
+            if self._is_closed:
+                streams[1].transport.abort()
+                raise FunctionError(f"{self._spec}: its workers have been killed")
+            # Nothing is awaited from here until `close` knows the worker, as a start may be cancelled at each await.
             process = subprocess.Popen(
                 [interpreter(), RUN_MODULE, self._module, self._spec, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -186,7 +189,7 @@ class Workers:
                 env=self._environment,
                 start_new_session=True,  # a separate process group, for `_reap`
             )
-        worker = Worker(process, *await asyncio.open_connection(sock=ours))
+        worker = Worker(process, *streams)
         self._workers.append(worker)
         try:
             answer = await worker.ask(self._settings, START_LIMIT_S)

@@ -217,12 +217,12 @@ async def test_worker_with_a_hanging_call_is_killed_with_all_its_instances():
 async def test_cancelled_open_leaves_no_worker_behind():
     async with running(timeout_s=LIMIT_S) as environments:
         other = await environments.open({})
+        (worker,) = workers()
         opening = asyncio.create_task(environments.open({"do": "hang"}))
-        await other.step("x")  # the worker reads in order: it has the request
+        await other.step("x", lambda: 0.0)  # the worker reads in order: it has the request
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        (worker,) = workers()
         await asyncio.to_thread(worker.wait, 120)  # killed, as the instance cannot be closed
         opening = asyncio.create_task(environments.open({}))
         while not workers():
@@ -232,6 +232,36 @@ async def test_cancelled_open_leaves_no_worker_behind():
         await asyncio.to_thread(starting.wait, 120)
     with pytest.raises(EnvironmentFailed, match="its workers have been killed"):
         await environments.open({})
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_a_start_that_ends_while_it_connects_has_no_process(monkeypatch, how):
+    connecting = asyncio.Event()
+    may_connect = asyncio.Event()
+    connect = asyncio.open_connection
+
+    async def connect_later(**options):
+        reader, writer = await connect(**options)
+        connecting.set()
+        try:
+            await may_connect.wait()
+        except asyncio.CancelledError:
+            writer.transport.abort()  # as `open_connection` does
+            raise
+        return reader, writer
+
+    monkeypatch.setattr(asyncio, "open_connection", connect_later)
+    environments = Environments(EnvironmentSection.model_validate({"class": f"{FILE}:Doing"}))
+    starting = asyncio.create_task(environments.start())
+    await connecting.wait()
+    assert workers() == [], "no one knows this process yet"
+    if how == "cancelled":
+        starting.cancel()
+    await environments.close()
+    may_connect.set()
+    with pytest.raises((asyncio.CancelledError, FunctionError), match=r"its workers have been killed|^$"):
+        await starting
+    assert workers() == []
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from rlhf_triton.actor.recording.recorder import Recorder
 from rlhf_triton.actor.recording.trackers import Trackers
 from rlhf_triton.actor.run.checkpoints import RunCheckpoints, RunState
 from rlhf_triton.actor.run.remote_critic import RemoteCritic
-from rlhf_triton.actor.run.settings import describe_changes, find_changes, write_settings
+from rlhf_triton.actor.run.settings import describe_changes, find_changes, reward_fingerprint, write_settings
 from rlhf_triton.actor.run.validation import Validation
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.client.errors import RequestFailed
@@ -564,6 +564,26 @@ def test_changed_reward_model_is_listed_with_both_paths(tmp_path, checkpoints):
     write_settings(before, {})
     line = f"reward.model: {checkpoints.reward} -> {checkpoints.critic}"
     assert describe_changes(find_changes(now, accepted=True)) == [line]
+
+
+def test_an_absolute_path_of_the_same_place_is_no_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("score.py").write_text(CODE)
+    run = {"run": {"dir": after_five_steps(tmp_path / "run")}, "critic": {}}
+    before, now = (
+        RunConfig.model_validate(
+            {
+                **run,
+                "reward": {"model": f"{folder}models/reward"},
+                "rewards": {"model": {}, "score": {"function": f"{folder}score.py:score"}},
+                "critic": {"pretrain": [f"{folder}a.jsonl"]},
+            }
+        )
+        for folder in ("", f"{tmp_path}/")
+    )
+    write_settings(before, {})
+    assert find_changes(now, accepted=False) == {}
+    assert reward_fingerprint(before) == reward_fingerprint(now)
 
 
 def test_edited_config_or_chat_template_of_the_reward_model_is_refused(tmp_path, checkpoints):

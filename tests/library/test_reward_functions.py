@@ -23,6 +23,7 @@ from chat_server import ChatServer
 from tiny_tokenizers import make_text_tokenizer
 from triton_python_backend_utils import Request
 
+from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.errors import BadScore, FunctionError
 from rlhf_triton.python_backend.serving.reward_mixture import weighted_sum
 from rlhf_triton.rewards import count
@@ -33,6 +34,7 @@ from rlhf_triton.rewards.judge import Judge
 from rlhf_triton.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
 from rlhf_triton.rewards.sample import Sample
 from rlhf_triton.rewards.scores import NOT_APPLICABLE, checked
+from rlhf_triton.tools.render_configs import parse_pbtxt, render_configs
 from rlhf_triton.wire.contract import PROBE_HEADER, REWARD_COMPONENT, REWARD_ERROR, ContractError
 from rlhf_triton.workers import pool as workers_module
 
@@ -561,6 +563,23 @@ def test_function_model_skips_probes_and_reports_failed_replies(monkeypatch, tmp
     assert b"no tokenizer to decode them for reward functions; send sentences" in ask()[1][0][0]
     assert ask({"sentences": np.array([[b"a"], [b"bc"]], object)}) == ("[[1.0], [2.0]]", [[b""], [b""]])
     model.finalize()
+
+
+def test_a_function_whose_file_has_changed_does_not_replace_the_one_that_was_rendered(tmp_path):
+    """Clients would take the scores of two functions for one's."""
+    file = tmp_path / "mine.py"
+    file.write_text("def score(sample):\n    return 1.0\n")
+    run = {"dir": str(tmp_path / "run")}
+    config = RunConfig.model_validate({"run": run, "rewards": {"mine": {"function": f"{file}:score"}}})
+    rendered = parse_pbtxt("m", render_configs(config)["reward_function_mine"])
+    parameters = {name: {"string_value": value.string_value} for name, value in rendered.parameters.items()}
+    args = {"model_config": json.dumps({"name": "reward_function_mine", "parameters": parameters})}
+    model = importlib.import_module("rlhf_triton.python_backend.serving.function_reward").TritonPythonModel()
+    model.initialize(args)
+    model.finalize()
+    file.write_text("def score(sample):\n    return 2.0\n")
+    with pytest.raises(FunctionError, match=r"^.*mine.py:score has changed since the server was started; restore"):
+        model.initialize(args)
 
 
 @pytest.mark.parametrize(

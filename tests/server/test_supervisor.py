@@ -327,11 +327,12 @@ def test_supervisor_keeps_restarting_with_growing_pauses(now):
 
 def test_supervisor_retries_a_failed_start(now):
     lines = []
-    starts = iter([Scripted(), ServerStartError("no memory"), ServerStartError("no memory"), Scripted()])
+    unreadable = FileNotFoundError(2, "No such file or directory", "models/reward")
+    starts = iter([Scripted(), ServerStartError("no memory"), unreadable, Scripted()])
 
     def start():
         made = next(starts)
-        if isinstance(made, ServerStartError):
+        if isinstance(made, Exception):
             raise made
         return made
 
@@ -343,9 +344,9 @@ def test_supervisor_retries_a_failed_start(now):
         now[0] += 0.25
     assert supervisor.server is not first
     assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)
-    assert [line.splitlines()[-1] for line in lines[1:]] == [
-        "trying again in 1 s",
-        "trying again in 2 s",
+    assert lines[1:] == [
+        "error: no memory\ntrying again in 1 s",
+        "error: models/reward: No such file or directory\ntrying again in 2 s",
         "serving again after 3.0 s",
     ]
     supervisor.stop()

@@ -29,7 +29,7 @@ from rlhf_triton.errors import RlhfError
 from rlhf_triton.store.durable import exclusive_lock, write_json
 from rlhf_triton.store.heartbeat import Heartbeat
 from rlhf_triton.store.journal import Journal
-from rlhf_triton.store.run_lock import only_run
+from rlhf_triton.store.run_lock import only_run, only_server
 from rlhf_triton.store.serving_records import ServingRecord
 from rlhf_triton.tools import __main__ as program_module
 from rlhf_triton.tools import run as tools_run
@@ -281,7 +281,7 @@ def test_run_command_names_the_newest_policy_after_an_error(tmp_path, checkpoint
 @pytest.mark.usefixtures("signals_kept")
 @pytest.mark.parametrize(
     ("lost", "error", "code"),
-    [("stdout", KeyboardInterrupt, 130), ("stdout", RlhfError, 2), ("run.lock", RlhfError, 2)],
+    [("stdout", KeyboardInterrupt, 130), ("stdout", RlhfError, 2), ("run.lock", RlhfError, 2), ("stdout", None, 0)],
 )
 def test_run_stops_its_processes_and_names_the_cause_without_its_output(
     tmp_path, checkpoints, monkeypatch, capsys, lost, error, code
@@ -295,7 +295,10 @@ def test_run_stops_its_processes_and_names_the_cause_without_its_output(
         if lost == "run.lock":
             (folder / lost).unlink()
             (folder / lost).mkdir()
-        raise error("the actor was killed")
+        if error is None:
+            (folder / "summary.json").write_text('{"steps": 7}')
+        else:
+            raise error("the actor was killed")
 
     stopped = mock.Mock()
     monkeypatch.setattr(tools_run.RunProcesses, "execute", execute)
@@ -303,8 +306,8 @@ def test_run_stops_its_processes_and_names_the_cause_without_its_output(
     if lost == "stdout":
         monkeypatch.setattr(sys, "stdout", LOST)
     assert tools_run.main(["--config", str(run.path)]) == code
-    stopped.assert_called_once_with()
-    assert ("error: the actor was killed" if code == 2 else "stopped; ") in capsys.readouterr().err
+    assert stopped.call_count == (error is not None)
+    assert {0: "", 2: "error: the actor was killed", 130: "stopped; "}[code] in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("signals_kept")
@@ -368,6 +371,21 @@ def test_fresh_moves_the_folder_behind_a_link(tmp_path):
         tools_run.set_aside(link)
         assert sorted(path.name for path in disk.rglob("*")) == [f"{number}", "run", "run.previous"]
     assert (tmp_path / "older").is_dir()
+
+
+@pytest.mark.usefixtures("signals_kept")
+@pytest.mark.parametrize("part", ["server", "critic sidecar"])
+def test_fresh_moves_no_folder_under_a_running_server_or_sidecar(tmp_path, checkpoints, monkeypatch, capsys, part):
+    """They would go on in the folder of the new run."""
+    run = make_run(tmp_path / "run", checkpoints)
+    folder = run.config.run.dir
+    folder.mkdir(exist_ok=True)
+    journal = Journal(run.config.run.journal_dir, run.config.run.identity)
+    monkeypatch.setattr(tools_run.preflight, "check", lambda *_: [])
+    with only_server(folder) if part == "server" else journal.lock():
+        assert tools_run.main(["--config", str(run.path), "--fresh"]) == 2
+    assert f"{part}" in capsys.readouterr().err
+    assert not folder.with_name(f"{folder.name}.previous").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"]])

@@ -663,6 +663,15 @@ def test_waiting_for_another_processes_run_raises_its_error(tmp_path, monkeypatc
     assert capsys.readouterr().err == "step 1/2  reward\nactor: slow\n"
 
 
+def test_waiting_for_a_run_that_was_resumed_elsewhere_does_not_raise_an_earlier_error(tmp_path, monkeypatch):
+    run = rt.Run(RecordedRun(tmp_path / "run").start().steps(1).finished(1))
+    monkeypatch.setitem(runs._started, run.path, types.SimpleNamespace(poll=lambda: 2, returncode=2))
+    with only_run(run.path):
+        monkeypatch.setattr(rt.Run, "is_running", property(lambda _: False))
+        run.wait()
+    run.wait()
+
+
 def test_the_live_line_is_updated_in_a_notebook(monkeypatch, capsys):
     shown = []
     ipython = types.SimpleNamespace(

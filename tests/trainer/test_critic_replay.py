@@ -9,7 +9,7 @@ from sidecar_rig import payload
 from versions import flip
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.store.weights import WeightsError
+from rlhf_triton.store.weights import WeightsError, WeightsStore
 from rlhf_triton.trainer.critic_replay import CriticReplay
 
 pytest_plugins = ["sidecar_fixtures"]
@@ -65,6 +65,20 @@ def test_new_run_continues_with_the_critic_of_an_earlier_step(make):
     new.train(3)
     new.stop()
     assert new.store.manifest(new.store.current()).files == rig.store.manifest(rig.store.current()).files
+
+
+def test_first_version_of_a_new_run_is_its_own(make):
+    """Servers of the two runs do not share requests, and `critic.pretrain` reads the new run's journal."""
+    rig = make(threads=1).begin()
+    rig.train(1)
+    rig.stop()
+    run = rig.config.run.model_copy(update={"dir": rig.config.run.dir.with_name("new"), "run_id": "new"})
+    CriticReplay(rig.config, 1).save(rig.config.model_copy(update={"run": run}))
+    new = WeightsStore(run.weights_dir)
+    first = rig.store.manifest(0)
+    assert (new.current(), new.manifest(0).run_id, new.manifest(0).files) == (0, "new", first.files)
+    assert (new.manifest(0).made_from, new.manifest(0).source) == (first.made_from, first.source)
+    assert new.identity != rig.store.identity
 
 
 def test_critic_of_a_resumed_run_replays_with_its_new_settings(make):

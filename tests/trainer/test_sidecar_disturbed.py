@@ -287,6 +287,18 @@ def test_repeated_rewind_serves_its_step_after_a_refused_version(rig, straight, 
         assert torch.equal(rig.weights(), straight.weights(target))
 
 
+def test_rewind_to_the_last_step_removes_an_earlier_owners_save_of_the_next_one(rig):
+    """Its list of checkpoints is not that of the new owner."""
+    for step in (1, 2):
+        rig.train(step)
+        rig.save(step, [*range(1, step + 1)])
+    early = rig.journal.accept_save(run_id="run", step=3, keep_steps=[2])
+    assert rig.rewind(2).error is None
+    rig.train(3)
+    assert rig.answer(early).error == "save at step 3: removed by a rewind"
+    assert rig.checkpoints.steps() == [1, 2]
+
+
 # ---- checkpoints that are kept ----
 
 

@@ -254,6 +254,9 @@ class Run:
         Raises RlhfError with the run's error if it fails meanwhile.
         """
         process = _started.get(self.path)
+        if process is not None and process.poll() is not None and run_process(self.path) is not None:
+            process = None
+            del _started[self.path]  # the run was resumed elsewhere since, so how its process ended does not count
         log = NewLines(self.log_path)
         written = self._log_changed()
         with LiveLine() as line:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.store.run_lock import write_phase
 from rlhf_triton.tools.report.data import REWARD_PREFIX, components, formatted, number
@@ -52,8 +53,7 @@ class RunProgress:
 
     def log(self, text: str) -> None:
         """Print a line, if possible: a lost terminal or full disk must not keep a run from stopping in order."""
-        with contextlib.suppress(OSError):
-            print(text, flush=True)
+        say(text)
 
     def refresh(self) -> None:
         """Print a line for each step and validation recorded since the last call."""

@@ -1,5 +1,6 @@
 """Starts a run's tritonserver: its critic's first version, the rendered repository, the server, its supervisor."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -102,8 +103,13 @@ def start_server(config: RunConfig, *, log: Log = print, check: WaitCheck = lamb
 
 def supervised(config: RunConfig, *, log: Log, check: WaitCheck) -> Supervisor[TritonServer]:
     """Start the run's server as `start_server` does, and supervise it; holds the lock of its folder."""
-    lock = only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
+    lock = server_lock(config)
     return Supervisor(lambda: start_server(config, log=log, check=check), log=log, lock=lock, watch=ServerHealth)
+
+
+def server_lock(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+    """Hold the lock of the server's folder. Raises RlhfError if it is taken."""
+    return only_server(config.server_dir, "server.dir" if config.server.dir else "run.dir")
 
 
 def repository_of(config: RunConfig) -> Path:

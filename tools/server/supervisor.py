@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from rlhf_triton.errors import REPORTED, RlhfError, reason_of
 from rlhf_triton.tools.server.child import restart_pause_s
 from rlhf_triton.tools.server.health import ServerHealth
 from rlhf_triton.tools.server.server_log import Log, set_aside_if_large
@@ -117,11 +118,12 @@ class Supervisor(Generic[S]):
     def _restart_server(self) -> None:
         try:
             self.server = self._start()
-        except ServerStartError as error:
+        except REPORTED as error:  # also a model's folder that cannot be read for a while
             self.failed_starts += 1
             self._short_lives += 1
             pause_s = restart_pause_s(self._short_lives)
-            self._log(f"error: {error}\ntrying again in {pause_s:g} s")
+            reason = error if isinstance(error, RlhfError) else reason_of(error)
+            self._log(f"error: {reason}\ntrying again in {pause_s:g} s")
             self._start_at = time.monotonic() + pause_s
             return
         self._start_at = None

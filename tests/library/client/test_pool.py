@@ -292,6 +292,49 @@ async def test_outage_beyond_max_outage_s_raises_with_all_servers():
         assert await servers.take() == "a:1"
 
 
+async def test_each_model_waits_out_its_own_outage(monkeypatch):
+    async with Rig("a:1", max_outage_s=0.2) as servers:
+        await servers.take("reward")
+        monkeypatch.setattr(retry, "BACKOFF_S", 100.0)
+        await servers.fail("a:1", DEAD, "reward")
+        with pytest.raises(RequestFailed, match="reward: no healthy server for 0 s"):
+            await servers.take("reward")
+        monkeypatch.setattr(retry, "BACKOFF_S", 0.01)
+        await servers.fail("a:1", DEAD, "critic")
+        assert await servers.take("critic") == "a:1"  # the reward's outage goes on
+
+
+async def test_requests_wait_for_the_one_that_tries_a_model_after_a_long_pause():
+    """It was replaced long ago, but no request was sent meanwhile: those that waited were cancelled."""
+    async with Rig("a:1", max_outage_s=0.05) as servers:
+        await servers.take()
+        await servers.fail("a:1", DEAD)
+        cancelled = asyncio.create_task(servers.take())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0.3)
+        assert servers.outage
+        async with servers.select("m", writes=False, patient=True) as server:
+            waiting = asyncio.create_task(servers.take())
+            await asyncio.sleep(0)
+            servers.record_success(server, "m")
+        assert await waiting == "a:1"
+        assert not servers.outage
+
+
+async def test_a_model_whose_process_died_is_ready_once_a_request_may_try_it(monkeypatch):
+    """Otherwise a gateway that a load balancer has taken out of service would never return to it."""
+    async with Rig("a:1") as servers:
+        await servers.take()
+        monkeypatch.setattr(retry, "BACKOFF_S", 100.0)
+        await servers.fail("a:1", DEAD)
+        assert await servers.why_not_ready("m") == "a:1: Stub process is not healthy."
+        servers["a:1"].suspended["m"].until = 0.0
+        assert await servers.why_not_ready("m") is None
+        servers["a:1"].connection.not_ready.add("m")
+        assert await servers.why_not_ready("m") == "a:1: m not ready"
+
+
 # ---- names: servers that join and leave ----
 
 
