@@ -15,6 +15,7 @@ from rlhf_triton.actor.run.settings import reward_fingerprint
 from rlhf_triton.actor.run.validation import Validation, explained_by_values, samples
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.config.run_config import RunConfig
+from rlhf_triton.digests import json_digest
 from rlhf_triton.store.durable import read_json, write_json
 from rlhf_triton.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
 
@@ -139,4 +140,7 @@ def _fingerprint(config: RunConfig) -> str:
     """Return what must be equal for the rewards of two validations to be comparable, as text."""
     section = config.actor.validation
     prompts = fingerprint(section.prompts) if section.prompts and section.size else ""
-    return f"{prompts}-{section.size}-{'greedy' if section.greedy else 'sampled'}-{reward_fingerprint(config)}"
+    generation = config.actor.generation.model_dump(exclude_defaults=True, exclude={"batch_size", "engine", "vllm"})
+    limits = config.actor.prompts.model_dump(exclude_defaults=True, exclude={"path", "files"})
+    sampled = json_digest({**generation, "prompts": limits})[:16]
+    return "-".join([prompts, str(section.size), str(section.greedy), sampled, reward_fingerprint(config)])

@@ -144,11 +144,7 @@ def reward_fingerprint(config: RunConfig) -> str:
     """
     used = flat_settings(config)
     given = flattened(config.model_dump(mode="json", exclude_defaults=True))
-    settings = {
-        key: _from_here(given[key])
-        for key in given
-        if key in used and _is_guarded(key) and not _is_operation(key, config)
-    }
+    settings = {key: given[key] for key in given if key in used and _is_guarded(key) and not _is_operation(key, config)}
     parts = (settings, read_json(config.run.dir / CONTENTS_FILE) or {})
     rewarding = [{key: part[key] for key in part if key.startswith(REWARDING)} for part in parts]
     return hashlib.sha256(json.dumps(rewarding, sort_keys=True).encode()).hexdigest()[:16]
