@@ -92,7 +92,7 @@ def text_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
     ends = [conversation[-1] for conversation in conversations]
     rows = rows_of(conversations)
     scored = scores_of(conversations)
-    rewards = np.array([score.reward for score in scored], np.float32)
+    rewards = np.array([score.reward for score in scored] or [np.nan], np.float32)
     metrics = {
         "rollout_size": float(len(ends)),
         "response_lengths": _mean(len(end.tokens) for end in ends),

@@ -58,6 +58,8 @@ class HostedEnvironment:
         self.row = row
         await self._call(self._construct)
         observation = await self._call(self._reset)
+        if isinstance(observation, tuple) and len(observation) == 2:
+            observation, _ = observation  # Gymnasium's observation and info
         return {"observation": None if observation is None else self._text(observation, "the observation")}
 
     async def step(self, action: str) -> WorkerMessage:

@@ -109,6 +109,7 @@ async def test_reset_receives_the_row_or_its_columns():
         assert environments.tools is None
         instance = await environments.open({"name": "Bob", "other": [1]})
         assert instance.observation == "hi Bob 600"
+        assert (await environments.open({"do": "info"})).observation == "a start"
         assert await failure(instance.reward()) == "get_reward: the function returned 2 scores for a group of 1"
     async with running("Coroutines") as environments:
         instance = await environments.open({"name": "Bob", "other": [1]})

@@ -103,6 +103,7 @@ class Doing:
     def _act(self, action):
         results = {
             "five": ("five", True, False, True, {}),
+            "info": ("a start", {"difficulty": 1}),
             "two": ("two", 1.0),
             "number": (3, 1.0, False),
             "bytes": (b"x", 1.0, False),
