@@ -671,8 +671,13 @@ def test_process_reward_reads_logits_at_marks_as_math_shepherd(serve, tmp_path):
     assert got["step_ends"][0].tolist() == (np.cumsum([len(step) for step in STEPS]) + len(PROMPT)).tolist()
     with pytest.raises(CheckpointError, match="must be one"):
         serve(tmp_path, logit=LOGIT, process={"separator": "the words"})
+    message = "merges with the text before or behind it"
     merges = serve(tmp_path, logit=LOGIT, process={"separator": "e"})
-    assert_refused(merges, [({"sentences": ["the words are here"]}, "as a separate token")])
+    assert_refused(merges, [({"sentences": ["the words are here"]}, message)])
+    tokenizer.add_tokens(["\n\n"])
+    tokenizer.save_pretrained(tmp_path)
+    lines = serve(tmp_path, logit=LOGIT, process={"mark": "\n\n"})  # in "a\n" + "\n\n", found too early
+    assert_refused(lines, [({"sentences": ["a\nb"], "metadata": [{"step_ends": [2, 3]}]}, message)])
 
 
 BAD_ENDS = [
