@@ -154,8 +154,8 @@ class RowReader:
 
     def rendered(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> tuple[str, str]:
         """Return the text to tokenise for a row, and its second text or "". Raises ContractError."""
-        messages = self._messages(index, metadata)
-        reply_messages = self._messages(index, metadata, REPLY_KEY)
+        messages = messages_in(index, metadata)
+        reply_messages = messages_in(index, metadata, REPLY_KEY)
         if reply_messages is not None:
             metadata = {**metadata, REPLY_KEY: reply_messages}
         if self.template is not None:
@@ -189,14 +189,6 @@ class RowReader:
     @property
     def _max_length(self) -> int:
         return self.limits.max_length or MAX_ROW_TOKENS
-
-    @staticmethod
-    def _messages(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
-        """Return the messages in the metadata, or None. Raises ContractError if they are not a valid message list."""
-        try:
-            return plain_messages(metadata[key]) if key in metadata else None
-        except BadMessages as error:
-            raise ContractError(f"{METADATA}[{index}].{key}{error}") from error
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -242,6 +234,14 @@ class RowReader:
             )
         except BadMessages as error:
             raise ContractError(f"{where}.{error}") from error
+
+
+def messages_in(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
+    """Return the messages in a row's metadata, or None. Raises ContractError if they are not a valid message list."""
+    try:
+        return plain_messages(metadata[key]) if key in metadata else None
+    except BadMessages as error:
+        raise ContractError(f"{METADATA}[{index}].{key}{error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:

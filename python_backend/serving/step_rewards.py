@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, is_special, single_tokens
-from rlhf_triton.python_backend.serving.requests import RowReader
+from rlhf_triton.python_backend.serving.requests import RowReader, messages_in
 from rlhf_triton.rewards.replies import split_reply
 from rlhf_triton.rewards.sample import PROMPT_KEY, RESPONSE_KEY
 from rlhf_triton.wire import contract
@@ -102,7 +102,7 @@ class StepReader(RowReader):
         """Return the row of a sentence, with a mark after each step, and the steps."""
         if self.per_token:
             return _every_token(super().row_of_text(index, text, metadata, pair))
-        messages = self._messages(index, metadata)
+        messages = messages_in(index, metadata)
         if messages is None:
             start = response_start(index, text, metadata)
             prefix = text[:start]
