@@ -58,7 +58,7 @@ CHARACTERS_PER_TOKEN = 128  # at most: no published vocabulary has longer entrie
 class RowReader:
     """Reads requests for one model; `sentences` take precedence over `tokens`."""
 
-    checkpoint: Path  # folder with the tokenizer, which is loaded when the first sentence arrives
+    checkpoint: Path  # folder with the tokenizer, which is loaded with the first sentence or by `load_tokenizer`
     limits: Limits
     _: KW_ONLY
     add_special_tokens: bool
@@ -198,6 +198,10 @@ class RowReader:
     @functools.cached_property
     def _is_encoder(self) -> bool:
         return is_encoder(self.checkpoint)
+
+    def load_tokenizer(self) -> None:
+        """Read what texts need from the checkpoint now, because the folder may have another model by the first text."""
+        _ = self.tokenizer, self._is_encoder
 
     def _encode(self, text: str, pair: str = "", *, is_chat: bool = False) -> Encoded:
         """Return the tokens of a text, or of a pair; nothing is truncated."""

@@ -535,6 +535,14 @@ def of_trl(tokenizer, prompt, steps, separator):
     return ids, labelled
 
 
+def test_texts_are_read_with_the_tokenizer_of_the_start(serve, tmp_path):
+    tokenizer = save_text_reward(tmp_path, "qwen2")
+    ask = serve(tmp_path)
+    make_text_tokenizer("qwen2", chat_template="{{ messages[0].content }}").save_pretrained(tmp_path)
+    got = ask(sentences=[REPLY], metadata=[{"messages": MESSAGES}]).outputs["rewards"]
+    near(got, [[score_ids(tmp_path, tokenizer.apply_chat_template(CHAT, return_dict=False))]])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_process_reward_of_texts_reads_steps_as_trl_trains_them(serve, tmp_path, family):
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
