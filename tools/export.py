@@ -56,7 +56,8 @@ def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapt
     steps = numbers_in(checkpoints)
     chosen = max(steps, default=None) if step is None else step
     if chosen not in steps:
-        available = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"
+        saved = f"it has those of steps {', '.join(map(str, steps))}"
+        available = saved if steps else "give the folder (run.dir) of a run that has saved one"
         raise CheckpointError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}; {available}")
     out = out or run_dir / "export" / f"step-{chosen}{'-peft' if as_adapter else ''}"
     if out.exists():

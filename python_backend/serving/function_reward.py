@@ -18,7 +18,7 @@ import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
 from rlhf_triton.errors import FunctionError
-from rlhf_triton.python_backend.serving.requests import request_limits
+from rlhf_triton.python_backend.serving.requests import messages_in, request_limits
 from rlhf_triton.python_backend.serving.round_robin import RoundRobin
 from rlhf_triton.python_backend.serving.triton import Call, NamedCounters, log, log_error, parameters_of, triton_model
 from rlhf_triton.rewards.groups import grouped
@@ -27,7 +27,6 @@ from rlhf_triton.rewards.replies import with_reply
 from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY, Sample
 from rlhf_triton.user_code import source_digest
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.messages import text_of
 from rlhf_triton.wire.texts import metadata_rows, pair_texts, text_bytes
 
 # Token ids are not checked against the tokenizer: a policy's vocabulary may be padded beyond the tokenizer's.
@@ -136,17 +135,11 @@ class FunctionReward:
 
 
 def _metadata_rows(encoded: np.ndarray | None, num_rows: int) -> Iterator[dict[str, Any]]:
-    """Yield each row's metadata, with the contents of its chat as texts, as in a row of a run. Raises ContractError."""
+    """Yield each row's metadata, with the messages of its chat as in a row of a run. Raises ContractError."""
     for i, metadata in enumerate(metadata_rows(encoded, num_rows)):
         for key in (MESSAGES_KEY, REPLY_KEY):
-            messages = metadata.get(key)
-            for j, message in enumerate(messages if isinstance(messages, list) else []):
-                if isinstance(message, dict) and isinstance(message.get("content"), list):
-                    try:
-                        message["content"] = text_of(message["content"])
-                    except ValueError as error:
-                        where = f"{contract.METADATA}[{i}].{key}[{j}].content"
-                        raise contract.ContractError(f"{where}: {error}") from error
+            if isinstance(metadata.get(key), list):
+                metadata[key] = messages_in(i, metadata, key)
         yield metadata
 
 

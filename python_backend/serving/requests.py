@@ -58,7 +58,7 @@ CHARACTERS_PER_TOKEN = 128  # at most: no published vocabulary has longer entrie
 class RowReader:
     """Reads requests for one model; `sentences` take precedence over `tokens`."""
 
-    checkpoint: Path  # folder with the tokenizer, which is loaded when the first sentence arrives
+    checkpoint: Path  # folder with the tokenizer, which is loaded with the first sentence or by `load_tokenizer`
     limits: Limits
     _: KW_ONLY
     add_special_tokens: bool
@@ -154,8 +154,8 @@ class RowReader:
 
     def rendered(self, index: int, text: str, metadata: dict[str, Any], pair: str = "") -> tuple[str, str]:
         """Return the text to tokenise for a row, and its second text or "". Raises ContractError."""
-        messages = self._messages(index, metadata)
-        reply_messages = self._messages(index, metadata, REPLY_KEY)
+        messages = messages_in(index, metadata)
+        reply_messages = messages_in(index, metadata, REPLY_KEY)
         if reply_messages is not None:
             metadata = {**metadata, REPLY_KEY: reply_messages}
         if self.template is not None:
@@ -190,14 +190,6 @@ class RowReader:
     def _max_length(self) -> int:
         return self.limits.max_length or MAX_ROW_TOKENS
 
-    @staticmethod
-    def _messages(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
-        """Return the messages in the metadata, or None. Raises ContractError if they are not a valid message list."""
-        try:
-            return plain_messages(metadata[key]) if key in metadata else None
-        except BadMessages as error:
-            raise ContractError(f"{METADATA}[{index}].{key}{error}") from error
-
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, loaded on first use: clients that send tokens never need it."""
@@ -206,6 +198,10 @@ class RowReader:
     @functools.cached_property
     def _is_encoder(self) -> bool:
         return is_encoder(self.checkpoint)
+
+    def load_tokenizer(self) -> None:
+        """Read what texts need from the checkpoint now, because the folder may have another model by the first text."""
+        _ = self.tokenizer, self._is_encoder
 
     def _encode(self, text: str, pair: str = "", *, is_chat: bool = False) -> Encoded:
         """Return the tokens of a text, or of a pair; nothing is truncated."""
@@ -242,6 +238,14 @@ class RowReader:
             )
         except BadMessages as error:
             raise ContractError(f"{where}.{error}") from error
+
+
+def messages_in(index: int, metadata: dict[str, Any], key: str = MESSAGES) -> list[Any] | None:
+    """Return the messages in a row's metadata, or None. Raises ContractError if they are not a valid message list."""
+    try:
+        return plain_messages(metadata[key]) if key in metadata else None
+    except BadMessages as error:
+        raise ContractError(f"{METADATA}[{index}].{key}{error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_triton.checkpoints.inspection import tokenizer_kind
 from rlhf_triton.models.modeling import RewardModel
 from rlhf_triton.python_backend.serving.requests import read_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
@@ -31,6 +32,8 @@ def serve(args: Mapping[str, str]) -> Engine:
     model: RewardModel = versions.version.model
     limits = read_limits(model.limits, parameters)
     reader = reward_reader(folder, limits, parameters.optional, skipped_pad_id=model.skipped_pad_id)
+    if tokenizer_kind(folder) is not None:
+        reader.load_tokenizer()
     log(f"{parameters.model}: {folder.name}, rewards are (score - {model.mean:g}) / {model.std:g}")
     return Engine(
         process,

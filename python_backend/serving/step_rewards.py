@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, is_special, single_tokens
-from rlhf_triton.python_backend.serving.requests import RowReader
+from rlhf_triton.python_backend.serving.requests import RowReader, messages_in
 from rlhf_triton.rewards.replies import split_reply
 from rlhf_triton.rewards.sample import PROMPT_KEY, RESPONSE_KEY
 from rlhf_triton.wire import contract
@@ -102,7 +102,7 @@ class StepReader(RowReader):
         """Return the row of a sentence, with a mark after each step, and the steps."""
         if self.per_token:
             return _every_token(super().row_of_text(index, text, metadata, pair))
-        messages = self._messages(index, metadata)
+        messages = messages_in(index, metadata)
         if messages is None:
             start = response_start(index, text, metadata)
             prefix = text[:start]
@@ -164,10 +164,11 @@ class StepReader(RowReader):
         row = self._encode(text, is_chat=is_chat)
         tags = [i for i, token in enumerate(row.ids) if token == self._tag_id]
         written = [match.start() for match in re.finditer(re.escape(tag), text)]
-        if len(tags) != len(written):
+        # A mark of two line breaks behind a text that ends with one is found one character too early.
+        if len(tags) != len(written) or not ours <= {*written}:
             raise ContractError(
-                f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, {len(tags)} times as a separate token; "
-                "set reward.process.mark to a token that does not merge with other text"
+                f"{SENTENCES}[{index}]: {tag!r} merges with the text before or behind it, so it is no separate token "
+                "at the end of each step; set reward.process.mark to a token that does not merge with other text"
             )
         return row, [at for at, position in zip(tags, written, strict=True) if position in ours]
 

@@ -164,7 +164,8 @@ class Judge(pydantic.BaseModel):
         low, high = self.scale
         if self.pattern is None:
             last = _MARKUP.sub("", answer).strip().rpartition("\n")[2][-MAX_LINE_CHARACTERS:]
-            of_scale = rf"(?:\D*(?:/|\bof)\s*{high:g})?"  # such as "8/10" or "8 out of 10"
+            top = rf"{re.escape(f'{high:g}')}(?:\.0+)?"
+            of_scale = rf"(?:\D*(?:/|\bof)\s*{top})?"  # such as "8/10", "8 out of 10" or "0.8/1.0"
             number = r"[-+−]?(?:\d+(?:\.\d+)?|(?<![\w.])\.\d+)"  # ".5", too, which is not 5
             numbers = re.findall(rf"^\D*?({number}){of_scale}\D*$", last)
         else:

@@ -315,6 +315,8 @@ def test_an_exported_checkpoint_loads_with_transformers_and_peft(llama, tmp_path
     change_tensors(start, lambda tensors: tensors["model.norm.weight"].mul_(2))
     assert export([str(tmp_path), "--out", str(tmp_path / "other")]) == 2
     assert f"started from {start}, which has different weights" in capsys.readouterr().err
+    assert export([str(start)]) == 2
+    assert "no checkpoint; give the folder (run.dir) of a run that has saved one" in capsys.readouterr().err
 
 
 def test_saved_policy_lists_the_runs_eos_ids_and_keeps_generation_settings(tmp_path):

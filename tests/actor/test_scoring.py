@@ -700,7 +700,7 @@ def test_reply_equal_to_the_message_before_it_is_scored(tmp_path, more):
     assert (sample.response, sample.metadata["messages"]) == (reply["content"], before)
 
 
-def test_functions_receive_contents_of_parts_as_texts():
+def test_functions_receive_messages_as_in_a_row_of_a_run():
     """As reward models do, however a client of Triton's own API sends the reply."""
     answer = assistant("42")
     question, reply = ({**said, "content": [{"type": "text", "text": said["content"]}]} for said in (QUESTION, answer))
@@ -713,6 +713,12 @@ def test_functions_receive_contents_of_parts_as_texts():
         assert (sample.text, sample.response) == (answer["content"], answer["content"])
         assert sample.prompt == QUESTION["content"]
         assert sample.metadata.get("reply_messages", [answer]) == [answer]
+    called, plain = (
+        {"role": "assistant", **content, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+        for content, arguments in (({"content": None, "refusal": None}, '{"at": 1}'), ({"content": None}, {"at": 1}))
+    )
+    (sample,) = samples_of("", {"messages": [{**QUESTION, "tool_calls": None}, called, answer]})  # OpenAI's format
+    assert sample.metadata["messages"] == [QUESTION, plain]
     image = {**QUESTION, "content": [{"type": "image_url"}]}
     with pytest.raises(ContractError, match=r"metadata\[0\]\.messages\[1\]\.content: has a part of type 'image_url'"):
         samples_of("", {"messages": [question, image]})

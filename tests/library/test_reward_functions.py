@@ -649,6 +649,8 @@ PATTERN = {"pattern": r"VERDICT: (\w+)"}
         ({}, "1. Good. 2. Bad.\nGrade: 3", 3),
         ({}, "$\\boxed{9}$", 9),
         ({"scale": [0, 10]}, "**Grade: .5**", 0.5),
+        ({"scale": [0, 1]}, "0.7 out of 1.0", 0.7),
+        ({"scale": [0, 1.5]}, "0.7/1x5", "does not end with one score"),
         ({}, "Grade...5", 5),
         ({}, "no score", "does not end with one score"),
         ({}, "3\nis the grade", "does not end with one score"),

@@ -535,6 +535,14 @@ def of_trl(tokenizer, prompt, steps, separator):
     return ids, labelled
 
 
+def test_texts_are_read_with_the_tokenizer_of_the_start(serve, tmp_path):
+    tokenizer = save_text_reward(tmp_path, "qwen2")
+    ask = serve(tmp_path)
+    make_text_tokenizer("qwen2", chat_template="{{ messages[0].content }}").save_pretrained(tmp_path)
+    got = ask(sentences=[REPLY], metadata=[{"messages": MESSAGES}]).outputs["rewards"]
+    near(got, [[score_ids(tmp_path, tokenizer.apply_chat_template(CHAT, return_dict=False))]])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_process_reward_of_texts_reads_steps_as_trl_trains_them(serve, tmp_path, family):
     tokenizer = save_model(tmp_path, "critic", family=family, num_labels=2)
@@ -671,8 +679,13 @@ def test_process_reward_reads_logits_at_marks_as_math_shepherd(serve, tmp_path):
     assert got["step_ends"][0].tolist() == (np.cumsum([len(step) for step in STEPS]) + len(PROMPT)).tolist()
     with pytest.raises(CheckpointError, match="must be one"):
         serve(tmp_path, logit=LOGIT, process={"separator": "the words"})
+    message = "merges with the text before or behind it"
     merges = serve(tmp_path, logit=LOGIT, process={"separator": "e"})
-    assert_refused(merges, [({"sentences": ["the words are here"]}, "as a separate token")])
+    assert_refused(merges, [({"sentences": ["the words are here"]}, message)])
+    tokenizer.add_tokens(["\n\n"])
+    tokenizer.save_pretrained(tmp_path)
+    lines = serve(tmp_path, logit=LOGIT, process={"mark": "\n\n"})  # in "a\n" + "\n\n", found too early
+    assert_refused(lines, [({"sentences": ["a\nb"], "metadata": [{"step_ends": [2, 3]}]}, message)])
 
 
 BAD_ENDS = [
