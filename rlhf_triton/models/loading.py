@@ -62,8 +62,8 @@ def load_token_model(
     """Load the body with a head on each token; with `group`, this rank's part of the model.
 
     Uses the family's token classification class in transformers, or its sequence classification class if transformers
-    has no token classification class for the family (OPT, GPT-J). If `head` is None, the head has one output and zero
-    weights.
+    has no token classification class for the family (OPT, GPT-J), or for a decoder with neither (Granite, OLMoE) a
+    class made of transformers' parts. If `head` is None, the head has one output and zero weights.
     """
     config = model_config(info, 1)
     kind = token_class(info, config)

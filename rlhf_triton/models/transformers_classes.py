@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,9 +12,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedModel,
 )
+from transformers.modeling_layers import GenericForTokenClassification
 
 from rlhf_triton.checkpoints.inspection import (
     ADAPTERS_KEY,
@@ -79,12 +84,25 @@ def _name_bad_key(info: CheckpointInfo, config_keys: Mapping[str, Any], build: C
 
 
 def token_class(info: CheckpointInfo, config: Any) -> Any:
-    """Return the class with a head on each token, or the family's classifier if there is none; see `loading`."""
+    """Return the class with a head on each token; see `loading`. Raises CheckpointError if the family can have none."""
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None) or _made_class(type(config))
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
     return kind
+
+
+@functools.cache
+def _made_class(config_class: Any) -> Any:
+    """Return a class with a head on each token, made as transformers makes those of most decoders; None for others."""
+    body = MODEL_MAPPING.get(config_class, None)
+    is_decoder = config_class in MODEL_FOR_CAUSAL_LM_MAPPING and not config_class().is_encoder_decoder
+    if not isinstance(body, type) or not is_decoder:
+        return None
+    family = next(kind for kind in body.__mro__ if PreTrainedModel in kind.__bases__)
+    name = f"{body.__name__.removesuffix('Model')}ForTokenClassification"
+    members = {"base_model_prefix": family.base_model_prefix, "__module__": family.__module__}
+    return type(name, (GenericForTokenClassification, family), members)
 
 
 def sequence_class(info: CheckpointInfo, config: Any) -> Any:

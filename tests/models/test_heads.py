@@ -97,6 +97,9 @@ HEADS = {
         f"{family}, each token": (tokens(family), {} if CAUSAL[family] else {"pooling": "last"}, same)
         for family in CONFIGS
     },
+    **{  # families without a classification class in transformers
+        family: (value_head(family, prefix="v_head"), {}, same) for family in ("granite", "olmoe")
+    },
     "TRL": (value_head("llama", prefix="v_head.summary", bias=True), {}, same),
     "value head of attributes": (
         value_head("gpt2", prefix="v_head", num_labels=3, bias=True),
@@ -145,7 +148,10 @@ def test_reward_scores_match_transformers_before_and_after_a_swap(tmp_path, kind
         near(reward.score(MIXED, POSITIONS), right)
         near(np.concatenate([reward.score([row]) for row in MIXED]), right)
     before = served.score(MIXED)
-    if kind != "mixtral":  # its experts are stored one by one, and only transformers knows how to join them
+    if kind not in (
+        "mixtral",
+        "olmoe",
+    ):  # their experts are stored one by one, and only transformers knows how to join them
         for slow in ("load_token_model", "load_classifier"):
             monkeypatch.setattr(modeling, slow, lambda *_: pytest.fail("built the module again"))
     other = served.with_weights(two)
@@ -204,6 +210,12 @@ def test_reward_reads_the_last_token_even_if_it_is_the_padding_id(tmp_path, fami
 
 
 # ---- refusals ----
+
+
+def test_critic_of_a_decoder_whose_family_has_an_encoder_is_refused(tmp_path):
+    save_tiny(tmp_path, "pegasus", "language")
+    with pytest.raises(CheckpointError, match="transformers has no classification class for pegasus models"):
+        load_critic(tmp_path)
 
 
 def refused(*parts):

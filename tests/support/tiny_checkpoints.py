@@ -39,7 +39,7 @@ CONFIGS = {
     "bert": _SIZES,
     "deberta-v3": {**_SIZES, **_DEBERTA, "model_type": "deberta-v2"},
 }
-# Families with a peculiarity: no token classification class, positions from the mask, a head of two layers.
+# Families with a peculiarity: no (token) classification class, positions from the mask, a head of two layers.
 MORE_CONFIGS = {
     "opt": {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16},
     "gptj": {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
@@ -48,6 +48,9 @@ MORE_CONFIGS = {
     "mistral": _SIZES,
     "qwen3": {**_SIZES, "num_key_value_heads": 1, "head_dim": 8},
     "gpt-neox": _SIZES,
+    "granite": {**_SIZES, "eos_token_id": 1, "bos_token_id": None},
+    "pegasus": {"vocab_size": VOCAB, "d_model": 16, "decoder_ffn_dim": 24, "decoder_attention_heads": 2}
+    | {"decoder_layers": 2, "is_encoder_decoder": False, "max_position_embeddings": POSITIONS},
 }
 _MIXTURE = {**_SIZES, "eos_token_id": 1, "bos_token_id": None, "num_experts_per_tok": 2}
 MIXTURES = {  # mixtures of experts: in memory one tensor per layer for all experts, in most files one per expert
