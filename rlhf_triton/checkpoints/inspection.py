@@ -549,9 +549,14 @@ def tensors_in(file: Path) -> dict[str, TensorInfo]:
         raise CheckpointError(f"{file.parent} cannot be loaded: {error}; copy it again") from error
 
 
+def _decoded_float(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as {"__float__": "Infinity"}; any other object unchanged."""
+    return float(value["__float__"]) if [*value] == ["__float__"] else value
+
+
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"), object_hook=_decoded_float)
     except OSError as error:
         raise CheckpointError(f"{file.parent} cannot be loaded: {reason_of(error)}") from error
     except (ValueError, RecursionError) as error:

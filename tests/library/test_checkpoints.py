@@ -1,6 +1,7 @@
 """Tests of `rlhf_triton.checkpoints`: inspection of a folder, refusals, fingerprints, special tokens."""
 
 import json
+import math
 import re
 import shutil
 import struct
@@ -16,7 +17,7 @@ from tiny_checkpoints import change_config, save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, save_chat_policy, save_text_reward
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from rlhf_triton.checkpoints.inspection import (
     NUM_PIECES,
@@ -26,6 +27,7 @@ from rlhf_triton.checkpoints.inspection import (
     fingerprint_model,
     inspect_checkpoint,
     is_same_model,
+    read_config,
 )
 from rlhf_triton.checkpoints.safetensors_header import read_header
 from rlhf_triton.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens, special_tokens_in
@@ -81,6 +83,11 @@ def test_inspection_finds_standardization_constants_in_config_json(tmp_path, con
             inspect_checkpoint(tmp_path)
     else:
         assert inspect_checkpoint(tmp_path).constants == found
+
+
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):
+    LlamaConfig(longest=math.inf).save_pretrained(tmp_path)
+    assert read_config(tmp_path)["longest"] == math.inf
 
 
 # ---- what is no checkpoint ----
