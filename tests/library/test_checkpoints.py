@@ -354,7 +354,8 @@ def test_special_tokens_that_differ_from_the_settings_cause_a_warning(tmp_path, 
     if expected is None:
         return
     caplog.clear()
-    tokenizer.add_bos_token, tokenizer.add_eos_token = map(bool, expected)  # what the warning advises
+    tokenizer.add_bos_token = bool(expected[0])  # what the warning advises
+    tokenizer.add_eos_token = bool(expected[1])
     tokenizer.save_pretrained(tmp_path)
     file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "TokenizersBackend"}))
     ids = load_tokenizer(tmp_path)("Good Day")["input_ids"]
