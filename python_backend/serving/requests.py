@@ -19,6 +19,7 @@ from rlhf_triton.checkpoints.tokenization import (
     encode_text,
     is_encoder,
     load_tokenizer,
+    restore_token_types,
 )
 from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.rewards.replies import split_reply, with_reply
@@ -193,7 +194,10 @@ class RowReader:
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, loaded on first use: clients that send tokens never need it."""
-        return load_tokenizer(self.checkpoint)
+        tokenizer = load_tokenizer(self.checkpoint)
+        if self.takes_pairs:
+            restore_token_types(tokenizer, self.checkpoint)
+        return tokenizer
 
     @functools.cached_property
     def _is_encoder(self) -> bool:

@@ -23,6 +23,30 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
 SAMPLE = "It's  3.14 (or 12345):\n\n\tÀ la carte, ﬁne 日本… FAQ_x2 "  # which tokenizers normalise and split differently
+TYPES = "token_type_ids"
+# Classes whose pairs had token types in transformers 4 by default, but have none, or not for all models, in 5.
+TYPED_IN_4 = {
+    "AlbertTokenizer",
+    "BertJapaneseTokenizer",
+    "BertTokenizer",  # Nystromformer's
+    "FunnelTokenizer",
+    "HerbertTokenizer",
+    "PreTrainedTokenizer",
+    "RealmTokenizer",
+    "RemBertTokenizer",
+    "RoCBertTokenizer",
+    "RoFormerTokenizer",
+    "TokenizersBackend",
+}
+# transformers 4 added BOS and EOS as tokenizer_config.json says, transformers 5 as tokenizer.json says. Whether BOS is
+# added by default:
+ADDED_BOS_IN_4 = {
+    "CodeLlamaTokenizer": True,
+    "CohereTokenizer": True,
+    "GemmaTokenizer": True,
+    "GPTNeoXTokenizer": False,
+    "LlamaTokenizer": True,
+}
 BRACKETED = re.compile(r"[<\[].*[>\]]", re.DOTALL)  # how special tokens are written
 
 
@@ -43,6 +67,13 @@ def load_tokenizer(folder: Path | str) -> Any:
                     "texts into other tokens than the file; if the model was trained with the file, as transformers 4 "
                     f"reads it, set tokenizer_class to {PreTrainedTokenizerFast.__name__} in {TOKENIZER_SETTINGS}"
                 )
+        if _ignores_settings(tokenizer, folder):
+            warn_once(
+                f"{folder}: transformers adds other special tokens to texts than add_bos_token and add_eos_token in "
+                f"{TOKENIZER_SETTINGS} say; if the model was trained with those, which transformers 4 adds, assign "
+                "both to the tokenizer, save it, and set tokenizer_class to "
+                f"{PreTrainedTokenizerFast.__name__} in that file; otherwise remove both"
+            )
     except Exception as error:  # process edge: what transformers does with a file may raise anything
         if folder.is_dir() and not (folder / TOKENIZER_FILE).exists():
             raise CheckpointError(
@@ -81,10 +112,50 @@ def _ids_by_file(file: Path, changed_ns: int) -> list[int]:
     return list(stored.encode(SAMPLE, add_special_tokens=False).ids)
 
 
+def _ignores_settings(tokenizer: Any, folder: Path) -> bool:
+    """Return whether transformers 4 added other special tokens to a text, as tokenizer_config.json in `folder` says.
+
+    A file without these settings may be of transformers 5, which writes none.
+    """
+    settings = _settings(folder)
+    name = _named_class(folder).removesuffix("Fast")
+    if name not in ADDED_BOS_IN_4 or not {"add_bos_token", "add_eos_token"} & settings.keys():
+        return False
+    before = [tokenizer.bos_token_id] * read_key(settings, "add_bos_token", bool, ADDED_BOS_IN_4[name])
+    after = [tokenizer.eos_token_id] * read_key(settings, "add_eos_token", bool, False)
+    return tokenizer(SAMPLE)["input_ids"] != [*before, *encode_bare_text(tokenizer, SAMPLE), *after]
+
+
+def restore_token_types(tokenizer: Any, folder: Path) -> None:
+    """Let the tokenizer of the model in `folder` give a pair's token types if transformers 4 gave them in training.
+
+    A model that transformers 5 saved may have been trained with either; a warning says so, and nothing changes.
+    `model_input_names` in tokenizer_config.json decides if it is there.
+    """
+    config = read_config(folder) if (folder / CONFIG_FILE).is_file() else {}
+    name = (_named_class(folder) or type(tokenizer).__name__).removesuffix("Fast")
+    decided = "model_input_names" in _settings(folder) or TYPES in tokenizer.model_input_names
+    if decided or name not in TYPED_IN_4 or read_key(config, "type_vocab_size", int, 0) < 2:
+        return
+    if read_key(config, "transformers_version", str, "4.").startswith(("2.", "3.", "4.")):
+        tokenizer.model_input_names = [*tokenizer.model_input_names, TYPES]
+    else:
+        warn_once(
+            f"{folder}: its second texts get no token types, as in transformers 5, which saved the model; if it was "
+            f"trained with token types, as by transformers 4, set model_input_names in {TOKENIZER_SETTINGS} to "
+            f'["input_ids", "{TYPES}", "attention_mask"], otherwise to ["input_ids", "attention_mask"]'
+        )
+
+
 def _named_class(folder: Path) -> str:
     """Return the tokenizer's class that the folder names, "" if it names none."""
+    return str(_settings(folder).get("tokenizer_class") or "")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the folder's tokenizer_config.json, {} if it has none."""
     file = folder / TOKENIZER_SETTINGS
-    return str(json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class", "")) if file.is_file() else ""
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

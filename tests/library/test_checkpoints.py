@@ -338,3 +338,38 @@ def test_tokenizer_that_differs_from_its_file_causes_a_warning_or_is_read_from_t
         assert ids == AutoTokenizer.from_pretrained(tmp_path)("Good Day")["input_ids"] != stored.encode("Good Day").ids
         (message,) = caplog.messages
         assert message.endswith("set tokenizer_class to TokenizersBackend in tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    ("named", "added", "expected"),
+    [
+        ("LlamaTokenizerFast", {}, None),  # as transformers 5 saves it
+        ("LlamaTokenizerFast", {"add_bos_token": True, "add_eos_token": False}, None),
+        ("LlamaTokenizerFast", {"add_bos_token": True, "add_eos_token": True}, (1, 1)),
+        ("LlamaTokenizerFast", {"add_eos_token": True}, (1, 1)),
+        ("LlamaTokenizer", {"add_bos_token": False}, (0, 0)),
+        ("PreTrainedTokenizerFast", {"add_bos_token": False, "add_eos_token": True}, None),  # 4 read the file, too
+    ],
+)
+def test_special_tokens_that_differ_from_the_settings_cause_a_warning(tmp_path, caplog, named, added, expected):
+    save_text_reward(tmp_path, "llama")
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": named, **added}))
+    tokenizer = load_tokenizer(tmp_path)
+    found = [message for message in caplog.messages if "add_bos_token and add_eos_token" in message]
+    assert len(found) == (expected is not None)
+    if expected is None:
+        return
+    caplog.clear()
+    tokenizer.add_bos_token = bool(expected[0])  # what the warning advises
+    tokenizer.add_eos_token = bool(expected[1])
+    tokenizer.save_pretrained(tmp_path)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": "TokenizersBackend"}))
+    ids = load_tokenizer(tmp_path)("Good Day")["input_ids"]
+    before = [tokenizer.bos_token_id] * expected[0]
+    assert ids == [
+        *before,
+        *tokenizer("Good Day", add_special_tokens=False)["input_ids"],
+        *[tokenizer.eos_token_id] * expected[1],
+    ]
+    assert not caplog.messages

@@ -15,7 +15,7 @@ import torch
 from loaders import load_logit_reward, load_process_reward, load_reward
 from run_checkpoints import TEXTS
 from served_model import served_model
-from tiny_checkpoints import save_tiny
+from tiny_checkpoints import change_config, save_tiny
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -195,6 +195,42 @@ def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path, head
             assert rewards[i] == pytest.approx(float(expected), abs=TOLERANCE)
     untyped = [np.asarray(row) for row in rows]
     assert abs(model.score(untyped)[0, 0] - rewards[0]) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("named", "version", "inputs", "expected"),
+    [
+        ("PreTrainedTokenizerFast", "4.57.3", None, "types"),
+        ("TokenizersBackend", None, None, "types"),  # a config.json that names no version is older
+        ("FunnelTokenizerFast", "4.57.3", None, "types"),
+        ("BertTokenizerFast", "5.23.0", None, "types"),
+        ("DistilBertTokenizerFast", "4.57.3", None, "none"),
+        ("PreTrainedTokenizerFast", "4.57.3", ["input_ids", "attention_mask"], "none"),
+        ("TokenizersBackend", "5.23.0", None, "warning"),
+        ("TokenizersBackend", "5.23.0", ["input_ids", "attention_mask"], "none"),
+        ("TokenizersBackend", "5.23.0", ["input_ids", "token_type_ids", "attention_mask"], "types"),
+    ],
+)
+def test_pairs_have_the_token_types_of_transformers_4(tmp_path, caplog, named, version, inputs, expected):
+    save_text_reward(tmp_path, "bert", model={"type_vocab_size": 3})  # Funnel gives three types
+    change_config(tmp_path, transformers_version=version)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["model_input_names"]
+    settings |= {"tokenizer_class": named, **({"model_input_names": inputs} if inputs else {})}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    pair = (TEXTS[0], TEXTS[1])
+    model, (row,) = read(tmp_path, pair[:1], takes_pairs=True, text_pairs=texts_array(pair[1:]))
+    encoded = AutoTokenizer.from_pretrained(tmp_path)(*pair, return_token_type_ids=True, return_tensors="pt")
+    assert row.tokens.tolist() == encoded["input_ids"][0].tolist()
+    if expected == "types":
+        assert row.types.tolist() == encoded["token_type_ids"][0].tolist() != [0] * len(row.tokens)
+    else:
+        assert row.types is None
+        del encoded["token_type_ids"]
+    with torch.no_grad():
+        near(model.score([row.tokens], types=[row.types])[0], model.model(**encoded.to(model.model.device)).logits[0])
+    warnings = [message for message in caplog.messages if "second texts get no token types" in message]
+    assert len(warnings) == (expected == "warning")
 
 
 def test_append_eos_ends_texts_and_a_pairs_prompt_may_be_a_chat(tmp_path):
