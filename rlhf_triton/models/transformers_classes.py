@@ -85,8 +85,9 @@ def _name_bad_key(info: CheckpointInfo, config_keys: Mapping[str, Any], build: C
 
 def token_class(info: CheckpointInfo, config: Any) -> Any:
     """Return the class with a head on each token; see `loading`. Raises CheckpointError if the family can have none."""
-    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None) or _made_class(type(config))
+    family: Any = type(config)
+    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(family, None)
+    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(family, None) or _made_class(family)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
     return kind
@@ -99,7 +100,7 @@ def _made_class(config_class: Any) -> Any:
     is_decoder = config_class in MODEL_FOR_CAUSAL_LM_MAPPING and not config_class().is_encoder_decoder
     if not isinstance(body, type) or not is_decoder:
         return None
-    family = next(kind for kind in body.__mro__ if PreTrainedModel in kind.__bases__)
+    family: Any = next(kind for kind in body.__mro__ if PreTrainedModel in kind.__bases__)
     name = f"{body.__name__.removesuffix('Model')}ForTokenClassification"
     members = {"base_model_prefix": family.base_model_prefix, "__module__": family.__module__}
     return type(name, (GenericForTokenClassification, family), members)
