@@ -34,7 +34,14 @@ class VllmClient:
     """HTTP connections to one vLLM server."""
 
     def __init__(
-        self, url: str, *, limit: int, deadline_s: float, checked: set[str], vocab_size: int | None = None
+        self,
+        url: str,
+        *,
+        limit: int,
+        deadline_s: float,
+        checked: set[str],
+        vocab_size: int | None = None,
+        loads_tied: bool = False,
     ) -> None:
         """
         Args:
@@ -42,9 +49,11 @@ class VllmClient:
             deadline_s: timeout of one request.
             checked: URLs of servers whose release and settings were checked, shared by all connections.
             vocab_size: number of the policy's embeddings; None if unknown.
+            loads_tied: whether the server loads weights whose output layer is the embeddings.
         """
         self.url = url
         self._vocab_size = vocab_size
+        self._loads_tied = loads_tied
         self._deadline_s = deadline_s
         self._checked = checked
         connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=IDLE_S)
@@ -73,8 +82,15 @@ class VllmClient:
         release = str((await self.get("/version")).get("version"))
         if not _is_new_enough(release):
             raise RlhfError(f"the server at {self.url} is vLLM {release}; 0.32 or newer is needed")
-        settings = await self._request("GET", "/server_info?config_format=json", None, self._deadline_s)
-        mode = settings.get("vllm_config", {}).get("model_config", {}).get("logprobs_mode", LOGPROBS_MODE)
+        info = await self._request("GET", "/server_info?config_format=json", None, self._deadline_s)
+        settings = info.get("vllm_config", {})
+        if self._loads_tied and settings.get("device_config", {}).get("device") == "cpu":
+            raise RlhfError(
+                f"the server at {self.url} runs on a CPU, where vLLM packs the output layer once: responses would come "
+                "from that of the first policy, because this model's embeddings are its output layer, too; set "
+                "actor.generation.engine: slots, or actor.policy.lora_rank"
+            )
+        mode = settings.get("model_config", {}).get("logprobs_mode", LOGPROBS_MODE)
         if mode != LOGPROBS_MODE:
             raise RlhfError(
                 f"the server at {self.url} returns {mode}, not the log-probs that it samples from: start it with "

@@ -148,6 +148,7 @@ class VllmGeneration(Generation):
                 deadline_s=max(DEADLINE_S, MAX_S_PER_TOKEN * self._settings.max_new_tokens),
                 checked=self._checked,
                 vocab_size=self._policy.vocab_size,
+                loads_tied=not self._is_adapter and self._policy.model.config.get_text_config().tie_word_embeddings,
             )
             server = PolicyServer(client, self._versions, is_adapter=self._is_adapter)
             self._connected.append(server)

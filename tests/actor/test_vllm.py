@@ -396,6 +396,20 @@ async def test_unusable_vllm_server_raises_one_sentence(setup, change, words):
             await run(here)
 
 
+async def test_tied_embeddings_are_refused_on_a_vllm_server_that_packs_the_output_layer(setup):
+    async with FakeVllm() as server:
+        server.device = "cpu"
+        for tied, lora_rank in ((False, 0), (True, 2), (True, 0)):
+            here = setup(server, policy={"lora_rank": lora_rank})
+            server.weights = "default"
+            here.policy.model.config.tie_word_embeddings = tied
+            if tied and not lora_rank:
+                with pytest.raises(RlhfError, match=r"runs on a CPU, .* set actor.generation.engine: slots, or actor"):
+                    await run(here)
+            else:
+                await run(here)
+
+
 async def test_adapters_are_refused_on_a_vllm_server_with_another_runs_weights(setup):
     """They would generate with a base model that is not theirs."""
     async with FakeVllm() as server:

@@ -21,6 +21,7 @@ class FakeVllm(FakeServer):
         self.missing = set()
         """Paths without a route."""
         self.logprobs_mode = "processed_logprobs"
+        self.device = "cuda"
         self.answer = lambda request: {}
         self.drops = 0
         """Number of generation requests whose connection is broken."""
@@ -57,7 +58,8 @@ class FakeVllm(FakeServer):
         elif request.path == "/update_weight_version":
             self.weights = body["new_version"]
         elif request.path == "/server_info":
-            return web.json_response({"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}})
+            model = {"logprobs_mode": self.logprobs_mode}
+            return web.json_response({"vllm_config": {"model_config": model, "device_config": {"device": self.device}}})
         models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in self.adapters)]
         return web.json_response({"version": self.release, "weight_version": self.weights, "data": models})
 
