@@ -188,7 +188,7 @@ def read_template(template: str) -> str:
     if "{{" in template or "{%" in template:
         return template
     try:
-        return Path(template).read_text(encoding="utf-8")
+        return Path(template).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = reason_of(error).removeprefix(f"{template}: ")
         raise ValueError(

@@ -47,7 +47,7 @@ def named_lines(path: Path, key: str, fields: Sequence[str]) -> Iterator[tuple[s
         RlhfError: the file is unreadable, or a line is not an object in JSON and UTF-8.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise RlhfError(f"{key}: {path} cannot be read: {reason_of(error)}") from error
     # Not splitlines: JSON strings may contain its other separators.

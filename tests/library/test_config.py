@@ -1,5 +1,6 @@
 """Tests of `rlhf_triton.config`: one typed YAML, whose errors name key and value."""
 
+import codecs
 import contextlib
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from rlhf_triton.config.algorithms import ALGORITHMS, KL_ESTIMATORS, LOSSES
 from rlhf_triton.config.keys import keys_of
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.other_names import ADVICE, OTHER_NAMES, hint_at
-from rlhf_triton.config.rewards import RewardTerm
+from rlhf_triton.config.rewards import RewardTerm, read_template
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.without_effect import effect_line, without_effect
 from rlhf_triton.models.placement import device_of, devices_of, own_device
@@ -921,3 +922,9 @@ def test_hidden_variables_excludes_only_the_functions_own_key(tmp_path):
     hidden = {*config.hidden_variables({})}
     assert hidden >= {"A", "B", "C"}
     assert hidden - {*config.hidden_variables({"api_key_env": "C"})} == {"C"}
+
+
+def test_byte_order_mark_of_a_template_file_is_not_part_of_the_template(tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_bytes(codecs.BOM_UTF8 + b"{{ response }}")
+    assert read_template(str(file)) == "{{ response }}"

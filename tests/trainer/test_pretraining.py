@@ -1,5 +1,6 @@
 """`critic.pretrain`: the critic is trained before version 0, once and bit-identically, or refused with one sentence."""
 
+import codecs
 import json
 import shutil
 from dataclasses import replace
@@ -364,6 +365,7 @@ def test_pretraining_file_rows_are_tokenised_like_the_actors(root, tmp_path):
         "",
         {"prompt": [5, 6, 7], "response": [8, 9], "return": 1.5},
     )
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())  # as some editors save it
     rows = read_rows(config_of(tmp_path / "run", root / "critic", [file]), LIMITS)
     chat = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     prompts = [
