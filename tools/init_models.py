@@ -13,7 +13,7 @@ import numpy as np
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from rlhf_triton.checkpoints.language_models import check_language_model
-from rlhf_triton.checkpoints.tokenization import load_tokenizer, same_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer, same_tokenizer
 from rlhf_triton.config.command_line import interrupt_on_signals
 from rlhf_triton.config.labels import attribute_weights, choices
 from rlhf_triton.config.loading import parse_config, with_overrides

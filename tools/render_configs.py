@@ -352,7 +352,7 @@ def _reference(config: RunConfig, place: PathForm, render: Render) -> dict[str, 
 def _banned_token_ids(policy: Path) -> str:
     if not (policy / CONFIG_FILE).is_file():
         return ""
-    from rlhf_triton.checkpoints.tokenization import special_tokens_in
+    from rlhf_triton.checkpoints.special_tokens import special_tokens_in
 
     with _named("actor.policy.model"):
         return contract.id_ranges(special_tokens_in(policy).banned_ids)
@@ -463,7 +463,8 @@ def _fingerprints(folder: Path) -> dict[str, str]:
     tokenizer_files = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in tokenizer_files):  # the committed repository has no checkpoint
         return {"tokenizer_fingerprint": "", "rendering_fingerprint": ""}
-    from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, rendering_fingerprint
+    from rlhf_triton.checkpoints.tokenization import fingerprint, rendering_fingerprint
+    from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     return {"tokenizer_fingerprint": fingerprint(tokenizer), "rendering_fingerprint": rendering_fingerprint(tokenizer)}

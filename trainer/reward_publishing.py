@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.checkpoints.tokenization import (
-    load_tokenizer,
-    rendering_fingerprint,
-)
+from rlhf_triton.checkpoints.tokenization import rendering_fingerprint
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.live_models import live_model
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.digests import digest_of_mapped

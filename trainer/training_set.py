@@ -9,7 +9,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from rlhf_triton.checkpoints.inspection import tokenizer_kind
-from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, fingerprint, load_tokenizer, reply_end
+from rlhf_triton.checkpoints.special_tokens import reply_end
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, encode_prompt, fingerprint
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import RunSection
 from rlhf_triton.store.durable import INT64_MAX

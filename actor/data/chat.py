@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text
+from rlhf_triton.checkpoints.special_tokens import reply_text
+from rlhf_triton.checkpoints.tokenization import encode_bare_text
 from rlhf_triton.errors import RlhfError, reason_of
 from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import TOOLS, render_chat

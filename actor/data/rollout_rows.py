@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow, SampledTurn
-from rlhf_triton.checkpoints.tokenization import without_end
+from rlhf_triton.checkpoints.special_tokens import without_end
 
 
 @dataclass(frozen=True, kw_only=True)

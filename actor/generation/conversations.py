@@ -25,7 +25,8 @@ from rlhf_triton.actor.data.recorded import PolicyTurn, RecordedRow
 from rlhf_triton.actor.data.rollout_rows import Conversation, conversation_of
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments, Instance
 from rlhf_triton.actor.generation.row_sources import Jobs, NewRow, RowId, SamplingJob
-from rlhf_triton.checkpoints.tokenization import encode_bare_text, reply_text, without_embedding
+from rlhf_triton.checkpoints.special_tokens import reply_text
+from rlhf_triton.checkpoints.tokenization import encode_bare_text, without_embedding
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError
 from rlhf_triton.monitoring.log_lines import warn_once

@@ -36,7 +36,8 @@ from rlhf_triton.actor.policy.samplers import OtherSamplers
 from rlhf_triton.checkpoints.inspection import fingerprint_model
 from rlhf_triton.checkpoints.language_models import check_language_model
 from rlhf_triton.checkpoints.safetensors_header import read_header
-from rlhf_triton.checkpoints.tokenization import load_tokenizer, special_tokens
+from rlhf_triton.checkpoints.special_tokens import special_tokens
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.actor import ActorSection, GenerationSection
 from rlhf_triton.models.adapters import MergedWeights
 from rlhf_triton.models.gpu import GpuStream

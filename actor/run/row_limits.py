@@ -8,7 +8,8 @@ from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, read_config
 from rlhf_triton.checkpoints.row_length import max_positions, stable_length
-from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text, same_tokenizer
+from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text
+from rlhf_triton.checkpoints.tokenizer_loading import same_tokenizer
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text, load_tokenizer, reply_text
+from rlhf_triton.checkpoints.special_tokens import reply_text
+from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, encode_bare_text
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.errors import FunctionError
 from rlhf_triton.python_backend.serving.requests import messages_in, request_limits
 from rlhf_triton.python_backend.serving.round_robin import RoundRobin

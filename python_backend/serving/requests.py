@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import (
-    MAX_ROW_TOKENS,
-    Encoded,
-    encode_bare_text,
-    encode_text,
-    is_encoder,
-    load_tokenizer,
-    restore_token_types,
-)
+from rlhf_triton.checkpoints.tokenization import MAX_ROW_TOKENS, Encoded, encode_bare_text, encode_text, is_encoder
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer, restore_token_types
 from rlhf_triton.python_backend.serving.parameters import Parameters
 from rlhf_triton.rewards.replies import split_reply, with_reply
 from rlhf_triton.rewards.sample import REPLY_KEY

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, is_special, single_tokens
+from rlhf_triton.checkpoints.special_tokens import is_special
+from rlhf_triton.checkpoints.tokenization import Encoded, encode_bare_text, single_tokens
 from rlhf_triton.python_backend.serving.requests import RowReader, messages_in
 from rlhf_triton.rewards.replies import split_reply
 from rlhf_triton.rewards.sample import PROMPT_KEY, RESPONSE_KEY

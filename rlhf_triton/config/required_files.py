@@ -18,7 +18,7 @@ from rlhf_triton.checkpoints.inspection import (
 )
 from rlhf_triton.checkpoints.language_models import check_family, check_language_model
 from rlhf_triton.checkpoints.tensor_parallel import check_tensor_parallel
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.labels import attribute_weights
 from rlhf_triton.config.run_config import ConfigError, RunConfig
 from rlhf_triton.config.sections import ModelSection, RewardSection

@@ -17,7 +17,8 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenerationCo
 from rlhf_triton.checkpoints.head_keys import OF_HEAD, keys_of, unread_keys
 from rlhf_triton.checkpoints.heads import GATE_HEADERS, Head, Pooling
 from rlhf_triton.checkpoints.inspection import CONFIG_FILE, CheckpointError, CheckpointInfo, read_config
-from rlhf_triton.checkpoints.tokenization import encode_bare_text, load_tokenizer
+from rlhf_triton.checkpoints.tokenization import encode_bare_text
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.models.heads import build_head
 from rlhf_triton.models.mapped_tensors import map_tensors
 from rlhf_triton.models.transformers_classes import head_path, model_config

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from rlhf_triton.checkpoints.heads import Head
 from rlhf_triton.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
-from rlhf_triton.checkpoints.tokenization import load_tokenizer, single_tokens
+from rlhf_triton.checkpoints.tokenization import single_tokens
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.models.loading import load_causal_model
 from rlhf_triton.models.modeling import RewardModel, StandardizationChoice, constants_for, load_reward
 from rlhf_triton.models.output_head import keep_outputs

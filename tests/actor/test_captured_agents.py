@@ -18,7 +18,7 @@ from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.row_texts import RowText
-from rlhf_triton.checkpoints.tokenization import reply_text
+from rlhf_triton.checkpoints.special_tokens import reply_text
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.errors import RlhfError

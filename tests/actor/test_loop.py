@@ -53,7 +53,9 @@ from rlhf_triton.actor.run.stopping import Stop, Stopped
 from rlhf_triton.actor.run.timers import Timers
 from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.checkpoints.tokenization import fingerprint, load_tokenizer, num_embeddings, special_tokens_in
+from rlhf_triton.checkpoints.special_tokens import special_tokens_in
+from rlhf_triton.checkpoints.tokenization import fingerprint, num_embeddings
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.client.client import TrainAnswer
 from rlhf_triton.client.errors import RequestFailed, ServerFailed
 from rlhf_triton.client.served import ServedModel

@@ -23,7 +23,7 @@ from rlhf_triton.actor.policy.loading import load_model
 from rlhf_triton.actor.run.checkpoints import save_checkpoint
 from rlhf_triton.checkpoints.inspection import CheckpointError
 from rlhf_triton.checkpoints.language_models import check_language_model
-from rlhf_triton.checkpoints.tokenization import end_of_sequence
+from rlhf_triton.checkpoints.special_tokens import end_of_sequence
 from rlhf_triton.config.actor import PolicySection
 from rlhf_triton.models.adapters import (
     Lora,

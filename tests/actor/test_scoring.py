@@ -40,7 +40,8 @@ from rlhf_triton.actor.scoring.reference import ServedReference
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.row_texts import BLOCK, RowText, tokens_covering
 from rlhf_triton.actor.scoring.scorer import Scorer
-from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, load_tokenizer, rendering_fingerprint
+from rlhf_triton.checkpoints.tokenization import encode_text, fingerprint, rendering_fingerprint
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.client.errors import UNKNOWN_MODEL, RequestFailed, RequestRefused
 from rlhf_triton.client.reward_source import chat_row, text_row
 from rlhf_triton.client.served import ServedModel

@@ -22,7 +22,7 @@ from rlhf_triton.actor.data.prompts import Positions, StepInputs
 from rlhf_triton.actor.data.rollout_rows import rows_of
 from rlhf_triton.actor.data.sample_records import group_of
 from rlhf_triton.actor.replay.recorded_steps import find_steps
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.monitoring.log_lines import say
 from rlhf_triton.store.jsonl import NewLines
 from rlhf_triton.store.sealed_folder import saved_steps

@@ -7,7 +7,7 @@ import pytest
 from jinja2 import TemplateError
 from tiny_tokenizers import make_text_tokenizer
 
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.monitoring.log_lines import warn_once
 from rlhf_triton.wire.chats import render_chat, template_options
 from rlhf_triton.wire.messages import BadMessages, plain_messages

@@ -30,7 +30,8 @@ from rlhf_triton.checkpoints.inspection import (
     read_config,
 )
 from rlhf_triton.checkpoints.safetensors_header import read_header
-from rlhf_triton.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens, special_tokens_in
+from rlhf_triton.checkpoints.special_tokens import end_of_sequence, special_tokens, special_tokens_in
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 
 
 def refused(*parts):

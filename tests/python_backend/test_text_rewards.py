@@ -29,14 +29,8 @@ from transformers import (
 from triton_python_backend_utils import Request
 
 from rlhf_triton.checkpoints.inspection import CheckpointError
-from rlhf_triton.checkpoints.tokenization import (
-    dropped_ids,
-    encode_text,
-    reply_text,
-    single_tokens,
-    special_tokens,
-    turn_ends,
-)
+from rlhf_triton.checkpoints.special_tokens import dropped_ids, reply_text, special_tokens, turn_ends
+from rlhf_triton.checkpoints.tokenization import encode_text, single_tokens
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.models.modeling import quiet_transformers
 from rlhf_triton.python_backend.serving.requests import RowReader

@@ -18,7 +18,7 @@ from run_checkpoints import TEXTS, make_tokenizer
 from tiny_checkpoints import save_tiny
 from transformers import AutoModelForCausalLM
 
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane
 from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 from rlhf_triton.tools.render_configs import parse_pbtxt, render_configs

@@ -10,7 +10,7 @@ from tiny_tokenizers import CHATS, save_chat_policy, save_text_reward
 
 from rlhf_triton.actor.data.prompt_files import read_rows
 from rlhf_triton.actor.data.prompt_reader import PromptReader
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.loading import load_config
 from rlhf_triton.config.run_config import ConfigError
 from rlhf_triton.tools.checks import preflight

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from rlhf_triton.checkpoints.inspection import CheckpointError, stored_dtypes
-from rlhf_triton.checkpoints.tokenization import encode_prompt, load_tokenizer, same_tokenizer
+from rlhf_triton.checkpoints.tokenization import encode_prompt
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer, same_tokenizer
 from rlhf_triton.client.control_plane import ControlPlane, ControlPlaneError
 from rlhf_triton.config.required_files import check_files, missing_gpus
 from rlhf_triton.config.run_config import ConfigError, RunConfig

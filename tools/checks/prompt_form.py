@@ -12,13 +12,9 @@ from jinja2 import meta
 
 from rlhf_triton.actor.data.prompt_files import EMPTY
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.checkpoints.tokenization import (
-    encode_prompt,
-    is_encoder,
-    is_special,
-    load_tokenizer,
-    special_tokens_in,
-)
+from rlhf_triton.checkpoints.special_tokens import is_special, special_tokens_in
+from rlhf_triton.checkpoints.tokenization import encode_prompt, is_encoder
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.rewards.sample import MESSAGES_KEY
 from rlhf_triton.tools.checks.findings import Finding, warning

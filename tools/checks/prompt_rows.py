@@ -10,7 +10,8 @@ from typing import Any
 from rlhf_triton.actor.data.prompt_files import CONVERSATIONS, PromptError, read_rows
 from rlhf_triton.actor.data.prompt_reader import Prompt, PromptReader, check_columns
 from rlhf_triton.actor.run.row_limits import TRIAL_REPLY, check_lengths, check_renderings
-from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings
+from rlhf_triton.checkpoints.tokenization import num_embeddings
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.client.served import ServedModel
 from rlhf_triton.config.required_files import has_chat_template
 from rlhf_triton.config.rewards import text_parameters

@@ -5,15 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_triton.checkpoints.inspection import tokenizer_kind
-from rlhf_triton.checkpoints.tokenization import (
-    SpecialTokens,
-    ids_without_entry,
-    load_tokenizer,
-    num_embeddings,
-    reply_end,
-    same_tokenizer,
-    special_tokens_in,
-)
+from rlhf_triton.checkpoints.special_tokens import SpecialTokens, ids_without_entry, reply_end, special_tokens_in
+from rlhf_triton.checkpoints.tokenization import num_embeddings
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer, same_tokenizer
 from rlhf_triton.config.run_config import RunConfig
 from rlhf_triton.tools.checks.findings import Finding, warning
 from rlhf_triton.wire.chats import (

@@ -13,7 +13,7 @@ from rlhf_triton.actor.data.prompt_files import PromptError
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.environments.pool import SEED, EnvironmentFailed, Environments
 from rlhf_triton.actor.run.row_limits import TRIAL_REPLY
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.environment import EnvironmentSection
 from rlhf_triton.config.required_files import tokenizer_folder
 from rlhf_triton.config.run_config import ConfigError

@@ -7,7 +7,9 @@ from starlette.routing import Route
 from rlhf_triton.actor.capture.app import capture_routes, trainer_routes
 from rlhf_triton.actor.capture.sessions import SessionLimits, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
-from rlhf_triton.checkpoints.tokenization import load_tokenizer, num_embeddings, special_tokens_in
+from rlhf_triton.checkpoints.special_tokens import special_tokens_in
+from rlhf_triton.checkpoints.tokenization import num_embeddings
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.sections import ServedPolicySection
 
 MAX_TOKENS = 1024  # for a request without a limit

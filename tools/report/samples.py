@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_triton.actor.replay.recorded_steps import OLD_LOGPROBS, STORED_TENSOR, RecordedSteps, find_steps
 from rlhf_triton.checkpoints.inspection import tokenizer_kind
-from rlhf_triton.checkpoints.tokenization import load_tokenizer
+from rlhf_triton.checkpoints.tokenizer_loading import load_tokenizer
 from rlhf_triton.config.sections import RunSection
 from rlhf_triton.errors import REPORTED, reason_of
 from rlhf_triton.rewards.sample import MESSAGES_KEY
