@@ -9,8 +9,9 @@ from pydantic import BeforeValidator, Field
 
 from rlhf_triton.actor.capture.http import Body, HttpError
 from rlhf_triton.actor.capture.sessions import Sampling
-from rlhf_triton.actor.data.chat import HERMES, ChatMessage, split_thought, tool_calls
-from rlhf_triton.actor.data.recorded import PolicyTurn, first_stop
+from rlhf_triton.actor.data.chat import ChatMessage
+from rlhf_triton.actor.data.recorded import PolicyTurn
+from rlhf_triton.actor.data.reply_parts import HERMES, first_stop, split_thought, tool_calls
 from rlhf_triton.checkpoints.special_tokens import reply_text
 from rlhf_triton.wire.messages import joined
 

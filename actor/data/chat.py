@@ -1,12 +1,18 @@
 """Rendering of conversations: the prompt, and what follows a reply. Sampled replies are never rendered again."""
 
 import functools
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_triton.actor.data.reply_parts import (
+    THOUGHT_BEGIN,
+    THOUGHT_END,
+    ToolCall,
+    split_thought,
+    tool_call_of,
+    tool_calls,
+)
 from rlhf_triton.checkpoints.special_tokens import reply_text
 from rlhf_triton.checkpoints.tokenization import encode_bare_text
 from rlhf_triton.errors import RlhfError, reason_of
@@ -17,8 +23,6 @@ from rlhf_triton.wire.messages import BadMessages
 ChatMessage = dict[str, Any]
 PROBE = "Yes."  # a reply in the check of a chat template
 PROBE_MESSAGE: ChatMessage = {"role": "user", "content": PROBE}
-THOUGHT_BEGIN = "<think>\n"
-THOUGHT_END = "</think>"
 THOUGHT = f"{THOUGHT_BEGIN}Hm.\n{THOUGHT_END}\n\n"  # templates remove thoughts from earlier replies
 
 
@@ -93,7 +97,7 @@ class Chat:
                 return following[1:]
         return encode_bare_text(self.tokenizer, rest.removeprefix(end)) if end.isspace() else tokens
 
-    def parse_calls(self, before: Sequence[int], reply: Sequence[int]) -> "list[ToolCall]":
+    def parse_calls(self, before: Sequence[int], reply: Sequence[int]) -> list[ToolCall]:
         """Return the tool calls in the tokens `reply`, which follow the tokens `before`.
 
         The tokenizer's `response_template` defines their format; without one, it is the format of Hermes and Qwen.
@@ -104,7 +108,7 @@ class Chat:
             message = self.tokenizer.parse_response([*reply], prefix=[*before], tools=self.tools and [*self.tools])
         except Exception as error:  # the policy may have written anything
             return [ToolCall(error=f"the reply cannot be parsed: {reason_of(error)}")]
-        return [_tool_call(call.get("function")) for call in message.get("tool_calls", ())]
+        return [tool_call_of(call.get("function")) for call in message.get("tool_calls", ())]
 
     def check(self) -> None:
         """Raise TemplateError if the template cannot render the messages that follow a reply, such as tool results.
@@ -129,47 +133,3 @@ class Chat:
                 + (", such as the thoughts of a reply" if reply != PROBE else "")
             )
         return replied.removeprefix(reply)
-
-
-def split_thought(text: str) -> tuple[str, str]:
-    """Return a reply's thought, with its end, and what follows it; a tool call in a thought is only considered."""
-    before, end, after = text.partition(THOUGHT_END)
-    # Otherwise the end is part of an argument of a call.
-    is_thought = THOUGHT_BEGIN.strip() in before or before.count("<tool_call>") == before.count("</tool_call>")
-    return (before + end, after) if end and is_thought else ("", text)
-
-
-HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A tool call in a reply, possibly malformed."""
-
-    name: str = ""
-    arguments: dict[str, Any] | None = None
-    error: str = ""  # what is wrong with the call, as the policy reads it
-
-
-def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen) in a reply."""
-    return [_parse_hermes_call(content.strip()) for content in HERMES.findall(text)]
-
-
-def _parse_hermes_call(text: str) -> ToolCall:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return ToolCall(error=f"the tool call is not valid JSON: {error}")
-    return _tool_call(call)
-
-
-def _tool_call(call: Any) -> ToolCall:
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(error='a tool call must be an object with "name", a text, and "arguments", an object')
-    try:
-        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:  # lone surrogates, NaN
-        return ToolCall(error=f"the tool call cannot be written as JSON in UTF-8: {error}")
-    return ToolCall(call["name"], arguments)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf_triton.actor.data.chat import ChatMessage
@@ -19,18 +19,6 @@ class PolicyTurn:
     logprobs: list[float] | None = None  # n, nats, at the sampling temperature, before top-k and top-p
     versions: list[RecordedVersion] | None = None  # n, version of the weights that sampled each token
     error: str = ""  # why it could not be sampled; it then has no tokens
-
-
-def first_stop(text: str, early: str, stops: Iterable[str]) -> tuple[int, str] | None:
-    """Return where the first stop string that ends a turn starts in its text, and the string; None if none does.
-
-    `early`: the text of the turn's first `min_new_tokens` tokens; a stop string that ends within it is ordinary text,
-    as in vLLM.
-    """
-    # rstrip: a character whose bytes are incomplete here may still complete a stop string.
-    ignored = len(early.rstrip("\ufffd"))
-    starts = ((text.find(stop, max(0, ignored - len(stop) + 1)), stop) for stop in stops)
-    return min((found for found in starts if found[0] >= 0), default=None)
 
 
 @dataclass(frozen=True)

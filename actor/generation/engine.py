@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from rlhf_triton.actor.data.prompt_reader import Prompt
-from rlhf_triton.actor.data.recorded import first_stop
+from rlhf_triton.actor.data.reply_parts import first_stop
 from rlhf_triton.actor.data.rollout_rows import Conversation
 from rlhf_triton.actor.generation.cache import cache_layers
 from rlhf_triton.actor.generation.generation import Generation, JobSource

@@ -20,7 +20,8 @@ from rlhf_triton.actor.capture import app as capture_app
 from rlhf_triton.actor.capture.http import HttpError
 from rlhf_triton.actor.capture.sessions import Sampling, Session, SessionLimits, Sessions
 from rlhf_triton.actor.capture.vllm import VllmSampler
-from rlhf_triton.actor.data.chat import HERMES, Chat, TemplateError, tool_calls
+from rlhf_triton.actor.data.chat import Chat, TemplateError
+from rlhf_triton.actor.data.reply_parts import HERMES, tool_calls
 from rlhf_triton.config.sections import ServedPolicySection
 from rlhf_triton.store.jsonl import read_jsonl
 from rlhf_triton.tools.gateway.policy import policy_routes
