@@ -131,7 +131,7 @@ def guarded(tmp_path_factory, checkpoints):
         run = make_run(tmp_path_factory.mktemp("guarded"), checkpoints, **MIXTURE)
         server = start_server(run)
         running.callback(stop_process, server)
-        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, timeout_s=300.0)
+        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server)
         inputs = [
             {"name": name, "datatype": "INT64", "shape": array.shape, "data": array.ravel().tolist()}
             for name, array in scoring_inputs(random_rows([3, 17], seed=SEED)).items()

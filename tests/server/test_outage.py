@@ -48,7 +48,7 @@ class Pair:
         state = run.config.run.dir / "server.json"
         state.unlink(missing_ok=True)
         self.servers[number] = run.start("server", module="serve_rendered", PYTHONPATH=str(SUPPORT))
-        wait_for(state.is_file, self.servers[number], timeout_s=300.0)
+        wait_for(state.is_file, self.servers[number])
 
     def drain(self, number):
         """Stop a server as in a rolling update, and start its successor; return what it logged."""

@@ -198,7 +198,7 @@ def test_killed_critic_instance_is_replaced(several):
     with CriticLoad(several.run.url, ROWS) as load:
         processes[1].kill()
         ended = processes if several.run.config.critic.tensor_parallel == 2 else processes[1:]
-        wait_for(lambda: not any(map(is_alive, ended)), timeout_s=120.0)
+        wait_for(lambda: not any(map(is_alive, ended)))
         wait_for(lambda: len({*processes_of(several)} - {*ended}) == 2, several.server)
         count = len(load.outcomes)
         wait_for(lambda: len(load.outcomes) > count + 50 and {*load.outcomes[-50:]} == {"200"})

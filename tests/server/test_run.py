@@ -95,13 +95,13 @@ def wait_for_steps(tmp_path, process, count):
         assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
         return len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) >= count
 
-    wait_for(stepped, timeout_s=240)
+    wait_for(stepped)
 
 
 @pytest.mark.slow
 def test_run_stops_and_names_the_process_that_died(tmp_path, process):
     log = tmp_path / "run" / "logs" / "sidecar.log"
-    wait_for(lambda: "weights_version=" in log.read_text(), timeout_s=60)  # it comes after the step's answer
+    wait_for(lambda: "weights_version=" in log.read_text())  # it comes after the step's answer
     family = psutil.Process(process.pid).children(recursive=True)
     children(process)["sidecar"].send_signal(signal.SIGKILL)
     assert process.wait(120) == 2
@@ -116,7 +116,7 @@ def test_run_stops_and_names_the_process_that_died(tmp_path, process):
 @pytest.mark.slow
 def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server(tmp_path, process):
     children(process)["server"].send_signal(signal.SIGKILL)
-    wait_for(lambda: "serving again after" in (tmp_path / "output").read_text(), timeout_s=120)
+    wait_for(lambda: "serving again after" in (tmp_path / "output").read_text())
     wait_for_steps(tmp_path, process, len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) + 3)
     family = psutil.Process(process.pid).children(recursive=True)
     roles = children(process)
@@ -127,7 +127,7 @@ def test_run_restarts_its_server_and_ctrl_c_stops_actor_then_sidecar_then_server
         ended.extend(role for role, child in roles.items() if role not in ended and not is_alive(child))
         return len(ended) == len(roles) and process.poll() is not None
 
-    wait_for(all_ended, timeout_s=120)
+    wait_for(all_ended)
     assert ended == ["actor", "sidecar", "server"]
     assert process.returncode == 130
     output = (tmp_path / "output").read_text()

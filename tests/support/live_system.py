@@ -93,7 +93,7 @@ class LiveRun:
         def lines():
             return [line for line in self.critic_metrics() if "loss_mean" in line]
 
-        wait_for(lambda: any(line["step"] == up_to for line in lines()), timeout_s=120.0)
+        wait_for(lambda: any(line["step"] == up_to for line in lines()))
         return lines()
 
 
@@ -184,7 +184,7 @@ def start_system(run):
     system = System(run, server, start_sidecar(run))
     try:
         # Three to five processes import torch: minutes on a busy machine.
-        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar, timeout_s=300.0)
+        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar)
         # A step that is sent before the sidecar follows the journal is refused after a few seconds.
         wait_for(run.journal.is_followed, server, system.sidecar)
     except BaseException:

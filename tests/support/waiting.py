@@ -5,7 +5,7 @@ import subprocess
 import time
 
 
-def wait_for(condition, *children, timeout_s=120.0):
+def wait_for(condition, *children, timeout_s=240.0):
     """Return when `condition` holds; fail when one of the children has ended, or after `timeout_s`.
 
     `children`: of `rlhf_triton.tools.server.child`, or of subprocess.

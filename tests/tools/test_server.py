@@ -55,7 +55,7 @@ def test_serve_stops_cleanly_on_a_signal(run_dir, number, own):
     overrides = [] if own == "." else [f"server.dir={run_dir / own}", "run.access=group"]
     process = serve(run_dir, *overrides)
     state = run_dir / own / "server.json"
-    wait_for(state.exists, process, timeout_s=300.0)
+    wait_for(state.exists, process)
     assert own == "." or {path.name for path in run_dir.iterdir()} == shared
     grpc_url = json.loads(state.read_text())["grpc"]
     modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (state, state.parent / "logs")}
@@ -113,7 +113,7 @@ def busy(run_dir, *overrides):
     waiting = f"open({str(begun)!r}, 'w')\n        while os.path.exists({str(block)!r}): time.sleep(0.02)"
     write_scoring_model(run_dir / "model_repository", "blocking", on_request=waiting)
     process = serve(run_dir, *overrides)
-    wait_for((run_dir / "server.json").exists, process, timeout_s=300.0)
+    wait_for((run_dir / "server.json").exists, process)
     metrics_url = json.loads((run_dir / "server.json").read_text())["metrics"]
     with ThreadPoolExecutor(2) as pool:
         in_flight = [pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})]
@@ -173,7 +173,7 @@ def test_serve_can_be_stopped_while_a_model_loads(run_dir):
 def test_killed_serve_leaves_no_server_behind(run_dir):
     write_scoring_model(run_dir / "model_repository", "critic")
     process = serve(run_dir)
-    wait_for((run_dir / "server.json").exists, process, timeout_s=300.0)
+    wait_for((run_dir / "server.json").exists, process)
     process.kill()
     process.communicate()
     while server_processes(process.pid) or regions(process.pid):
@@ -189,7 +189,7 @@ def test_serve_restarts_a_server_that_aborts_at_startup_only_once(run_dir):
     on_load = f"import os; os.path.isdir({str(run_dir / 'aborted')!r}) or exec({abort!r})"
     write_scoring_model(repository, "reward_model", on_load=on_load)
     process = serve(run_dir)
-    wait_for((run_dir / "server.json").exists, process, timeout_s=300.0)
+    wait_for((run_dir / "server.json").exists, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
