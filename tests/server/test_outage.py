@@ -1,6 +1,7 @@
 """Failing servers: two tritonservers behind one sidecar and a training actor."""
 
 import json
+import os
 import signal
 import socket
 from pathlib import Path
@@ -153,6 +154,7 @@ def test_actor_fails_over_between_servers_and_waits_if_none_is_healthy(pair):
     urls = json.dumps([server.url for server in servers])
     settings = ["actor.steps=5000", "actor.validation.every=0", "actor.checkpoint_every=5000"]
     actor = pair.run.start("actor", f"actor.client.servers={urls}", *settings, module="rlhf_triton.actor")
+    os.setpriority(os.PRIO_PROCESS, actor.process.pid, 10)  # the servers start while it trains
 
     def log():
         return actor.log_path.read_text()

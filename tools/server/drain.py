@@ -28,7 +28,9 @@ from rlhf_triton.wire.contract import CRITIC_INFER, REWARD_MODEL
 DRAIN_S = 20.0  # how long requests in flight may take
 CALL_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.05
-ORPHANED_S = 1.0  # without any process of a model, before unanswered requests count as lost with one that has died
+# Without any process of a model, before unanswered requests count as lost with one that has died; on a busy machine,
+# Triton takes seconds to report a model as unloaded whose process has ended.
+ORPHANED_S = 5.0
 ENSEMBLES = (CRITIC_INFER, REWARD_MODEL)  # the second is one only if the YAML has `rewards`
 
 
@@ -47,8 +49,8 @@ def drain(url: str, key: str, timeout_s: float, has_stub: Callable[[], bool], gi
 
     Args:
         key: the key for model control.
-        has_stub: returns whether the server has a process of any model; none for a second ends the wait, because Triton
-            never answers the requests of a process that died.
+        has_stub: returns whether the server has a process of any model; none for `ORPHANED_S` ends the wait, because
+            Triton never answers the requests of a process that died.
         give_up: checked while waiting; True ends the wait.
 
     Returns:
