@@ -20,7 +20,7 @@ from rlhf_triton.store.jsonl import read_jsonl, write_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 CLASSES = Path(__file__).parents[1] / "support" / "environment_classes.py"
-KILLS = int(os.environ.get("AGENT_KILLS", "3"))  # by hand: 20
+KILLS = int(os.environ.get("AGENT_KILLS", "1"))  # by hand: 20
 STEPS = 12
 
 

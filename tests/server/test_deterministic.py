@@ -150,33 +150,3 @@ def test_deterministic_run_is_bit_identical_after_kills_of_all_processes(calm, t
     finally:
         stop_process(actor)
         system.stop()
-
-
-def test_deterministic_grpo_actor_resumes_bit_identically_after_a_kill(calm, tmp_path):
-    """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
-
-    def start(folder, *more):
-        settings = {
-            "run.dir": tmp_path / folder,
-            "actor.ranks": 1,
-            "actor.algorithm.name": "grpo",
-            "actor.algorithm.responses_per_prompt": 2,
-            "actor.policy.lora_rank": 2,
-            "actor.max_staleness": 0,
-        }
-        overrides = [*(f"{key}={value}" for key, value in settings.items()), *more]
-        return calm.run.start(f"actor-{folder}", *overrides, module="rlhf_triton.actor")
-
-    finish(start("whole"))
-    killed = start("killed")
-    wait_for(lambda: len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) >= KILLED_AT - 1, killed)
-    killed.process.kill()
-    killed.process.wait()
-    assert max(saved_steps(tmp_path / "killed" / "checkpoints" / "actor")) == CHECKPOINT_EVERY
-    finish(start("killed"))
-    assert len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) == STEPS
-    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
-
-    actor = start("whole", "actor.ranks=2", f"actor.steps={STEPS + 1}")
-    finish(actor)
-    assert "resuming with another setting: actor.ranks: 1 -> 2" in actor.log_path.read_text()
