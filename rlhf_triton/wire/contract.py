@@ -137,9 +137,6 @@ REWARD_ERRORS = _output(
 REWARD_COMPONENT = _output("function", "reward_component", "FP32", 1, "[B, 1]; NaN where scoring failed")
 REWARD_ERROR = _output("function", "reward_error", "STRING", 1, "[B, 1], empty where there is a score")
 VALUES = _output("critic", "values", "FP32", -1, "[B, S]: index t is the value of the state after token t")
-RESPONSE_VALUES = _output(
-    "critic", "response_values", "FP32", -1, "[B, R], R: longest response; index t is the value before its token t"
-)
 LOSS_MEAN = _output("critic_train", "loss_mean", "FP32", 1, "[1]")
 STATUS = _output("critic_save", "status", "INT64", 1, "[1]: 0, success")
 WEIGHTS_VERSION = _output(
