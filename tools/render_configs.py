@@ -355,7 +355,7 @@ def _banned_token_ids(policy: Path) -> str:
     from rlhf_triton.checkpoints.special_tokens import special_tokens_in
 
     with _named("actor.policy.model"):
-        return contract.id_ranges(special_tokens_in(policy).banned_ids)
+        return json.dumps(special_tokens_in(policy).banned_ids)
 
 
 def _model_fingerprint(section: str, folder: Path) -> str:

@@ -5,19 +5,19 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_triton.client.reward_source import Row, chat_row, text_row
+from rlhf_triton.client.reward_source import RESERVED, Row, chat_row, text_row
 from rlhf_triton.config.rewards import text_parameters
 from rlhf_triton.config.run_config import ConfigError
 from rlhf_triton.config.sections import RewardSection
+from rlhf_triton.models.batching import plan_micro_batches
 from rlhf_triton.models.modeling import RewardModel
 from rlhf_triton.python_backend.serving.requests import row_limits
 from rlhf_triton.python_backend.serving.reward_reader import reward_reader
-from rlhf_triton.rewards.sample import MESSAGES_KEY, PROMPT_KEY, REPLY_KEY, RESPONSE_KEY
 from rlhf_triton.store.jsonl import named_lines
+from rlhf_triton.training_engine.trained import MAX_ROWS
 from rlhf_triton.wire.contract import ContractError, TokenRow
 from rlhf_triton.wire.messages import BadMessages, is_text_of_messages, plain_messages
 
-ROWS_PER_FORWARD = 16
 SIDES = ("chosen", "rejected")
 
 
@@ -27,10 +27,15 @@ class Pairs:
 
     chosen: list[TokenRow]
     rejected: list[TokenRow]
+    token_budget: int
 
     def accuracy(self, model: RewardModel) -> float:
         """Return the fraction of pairs whose chosen text has the higher reward; ties and NaN count as wrong."""
-        scores = _scores(model, [*self.chosen, *self.rejected])
+        rows = [*self.chosen, *self.rejected]
+        scores = np.empty(len(rows), np.float32)
+        lengths = [row.tokens.size for row in rows]
+        for batch in plan_micro_batches(lengths, token_budget=self.token_budget, max_rows=MAX_ROWS):
+            scores[batch] = model.score([rows[i].tokens for i in batch], types=[rows[i].types for i in batch])[:, 0]
         return float((scores[: len(self.chosen)] > scores[len(self.chosen) :]).mean())
 
 
@@ -53,7 +58,7 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
 
     def encode(pair: dict[str, Any], side: str, where: str) -> TokenRow:
         row = _row(pair, side, where)
-        text, second = row.pair if section.text == "pair" and PROMPT_KEY in row.metadata else (row.text, "")
+        text, second = row.pair if section.text == "pair" else (row.text, "")
         try:
             return reader.row_of_text(0, text, row.metadata, second)
         except ContractError as error:
@@ -65,15 +70,14 @@ def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
             sides[side].append(encode(pair, side, f"{where}: {side}"))
     if not sides["chosen"]:
         raise ConfigError(f"reward.gate: {section.gate} has no pairs; add some, or remove reward.gate")
-    return Pairs(**sides)
+    return Pairs(**sides, token_budget=section.token_budget)
 
 
 def _row(pair: dict[str, Any], side: str, where: str) -> Row:
     """Return one side of a pair as clients send it."""
     prompt = pair.get("prompt")
     reply = pair.get(side)
-    own = (*SIDES, PROMPT_KEY, MESSAGES_KEY, RESPONSE_KEY, REPLY_KEY)
-    columns = {name: value for name, value in pair.items() if name not in own}
+    columns = {name: value for name, value in pair.items() if name not in (*SIDES, *RESERVED)}
     if len({type(pair.get(name)) for name in SIDES} & {str, list}) > 1:
         raise ConfigError(f"{where}: chosen and rejected must both be texts or both be messages")
     if isinstance(reply, str) and (prompt is None or isinstance(prompt, str)):
@@ -81,31 +85,14 @@ def _row(pair: dict[str, Any], side: str, where: str) -> Row:
             raise ConfigError(
                 f"{where}: is a text that contains messages; store the list of messages itself, also as `prompt`"
             )
-        if prompt is None:
-            return Row((reply,), metadata={**columns, RESPONSE_KEY: reply})
-        return text_row(prompt, reply, columns)
-    prompt_messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    before = [] if prompt_messages is None else _messages(prompt_messages, where)
-    messages = _messages(reply, where)
-    if before and messages[: len(before)] == before:  # as in UltraFeedback, whose sides are whole conversations
-        before = []
-    return chat_row([*before, *messages], columns)
-
-
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+        return Row((reply,), metadata=columns) if prompt is None else text_row(prompt, reply, columns)
     try:
-        return plain_messages(value or None)
+        before = plain_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or [])
+        messages = plain_messages(reply or None)
     except BadMessages as error:
         raise ConfigError(
             f"{where}{error}; it and `prompt`, if given, must both be texts or both lists of messages"
         ) from error
-
-
-def _scores(model: RewardModel, rows: list[TokenRow]) -> np.ndarray:
-    """Return the rewards float32 `[n]`; rows of similar length share a forward pass."""
-    scores = np.empty(len(rows), np.float32)
-    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens.size)
-    for start in range(0, len(order), ROWS_PER_FORWARD):
-        batch = order[start : start + ROWS_PER_FORWARD]
-        scores[batch] = model.score([rows[i].tokens for i in batch], types=[rows[i].types for i in batch])[:, 0]
-    return scores
+    if messages[: len(before)] == before:  # as in UltraFeedback, whose sides are whole conversations
+        before = []
+    return chat_row([*before, *messages], columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from rlhf_triton.wire.contract import (
     LOGPROBS,
     REFERENCE,
     TEMPERATURE,
-    id_ranges,
 )
+from rlhf_triton.wire.texts import printable
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ class ServedReference:
                 f"the server's {REFERENCE} computes in {served.get('dtype')}, the actor in {precision}: the "
                 "KL would not start at 0; set reference.dtype and actor.policy.precision to the same value"
             )
-        expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: id_ranges(policy.banned_ids)}
+        expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
         for name, value in expected.items():
             if served.get(name) != value:
+                theirs, ours = (printable(str(each), limit=200) for each in (served.get(name), value))
                 raise RlhfError(
-                    f"the server's {REFERENCE} was rendered with {name} {served.get(name)}, the actor has {value}: its "
+                    f"the server's {REFERENCE} was rendered with {name} {theirs}, the actor has {ours}: its "
                     "log-probs would belong to a different distribution; start the server with the actor's "
                     "configuration"
                 )

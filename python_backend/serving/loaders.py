@@ -10,7 +10,7 @@ from rlhf_triton.models.mapped_tensors import check_finite
 from rlhf_triton.models.modeling import CriticModel, RewardModel, load_critic, load_reward
 from rlhf_triton.models.token_reward import load_logit_reward, load_process_reward
 from rlhf_triton.python_backend.serving.parameters import Parameters
-from rlhf_triton.wire.contract import BANNED_TOKEN_IDS, CRITIC, PROCESS, REFERENCE, TEMPERATURE, ids_in
+from rlhf_triton.wire.contract import BANNED_TOKEN_IDS, CRITIC, PROCESS, REFERENCE, TEMPERATURE
 
 Model = RewardModel | CriticModel | LanguageModel
 LOADERS = {
@@ -25,7 +25,7 @@ def loader_of(parameters: Parameters) -> tuple[str, dict[str, Any]]:
         return "load_critic", {}
     if parameters.model == REFERENCE:
         temperature = float(parameters.text(TEMPERATURE))
-        banned = ids_in(parameters.text(BANNED_TOKEN_IDS))
+        banned = json.loads(parameters.text(BANNED_TOKEN_IDS))
         return "load_language_model", {"temperature": temperature, "banned_token_ids": banned}
     setting = parameters.text("standardization")
     scale = json.loads(setting) if setting.startswith("{") else None

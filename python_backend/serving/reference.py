@@ -15,6 +15,7 @@ from rlhf_triton.python_backend.serving.triton import Call, log, triton_model
 from rlhf_triton.python_backend.serving.versions.stored_model import one_version
 from rlhf_triton.wire import contract
 from rlhf_triton.wire.contract import ContractError, ScoringRows, scoring_rows
+from rlhf_triton.wire.texts import printable
 
 
 def serve(args: Mapping[str, str]) -> Engine:
@@ -32,7 +33,8 @@ def serve(args: Mapping[str, str]) -> Engine:
             raise ContractError(f"{contract.TOKENS}: missing")
         return scoring_rows(tokens, call.array(contract.SEQUENCE_LENGTHS), limits=limits)
 
-    temperature, banned = (parameters.text(name) for name in (contract.TEMPERATURE, contract.BANNED_TOKEN_IDS))
+    temperature = parameters.text(contract.TEMPERATURE)
+    banned = printable(parameters.text(contract.BANNED_TOKEN_IDS), limit=200)
     log(f"{parameters.model}: {folder.name}, log-probs at temperature {temperature}, banned tokens {banned}")
     return Engine(
         process,

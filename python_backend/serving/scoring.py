@@ -65,8 +65,8 @@ class Scoring:
     done: int = 0  # number of rows with an output
 
 
-Reply = Mapping[str, Callable[[Scoring], np.ndarray | None]]
-"""Output name -> function that returns its tensor for a finished request; None: the reply omits the output."""
+Reply = Mapping[str, Callable[[Scoring], np.ndarray]]
+"""Output name -> function that returns its tensor for a finished request."""
 Wait = Callable[[], Sequence[np.ndarray]]
 """Waits for the results of a forward pass: one output array per row."""
 Forward = Callable[[Any, Sequence[TokenRow], int], Wait]
@@ -406,9 +406,8 @@ class Engine:
                 self.compute.publish()
 
     def _tensors(self, scoring: Scoring) -> Arrays:
-        """Return the requested outputs that can be sent."""
-        outputs = ((name, make(scoring)) for name, make in self._reply.items() if name in scoring.call.wanted)
-        return {name: tensor for name, tensor in outputs if tensor is not None}
+        """Return the requested outputs."""
+        return {name: make(scoring) for name, make in self._reply.items() if name in scoring.call.wanted}
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
         with self._changed:

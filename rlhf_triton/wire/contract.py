@@ -5,7 +5,6 @@ Imports only numpy, because every process imports it. Training payloads are in `
 Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed payload.
 """
 
-import json
 import math
 import operator
 import re
@@ -53,7 +52,7 @@ MODEL_TERM = "model"  # among the components: the model of the section `reward`
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 GROUPWISE = "groupwise"  # parameter: "true" if a reward function needs all responses to a prompt in one request
 TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
-BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, `id_ranges`: ids that are never sampled
+BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON list: ids that are never sampled
 CHECKPOINT_FINGERPRINT = (
     "checkpoint_fingerprint"  # parameter of a model without versions: fingerprint of its checkpoint
 )
@@ -137,9 +136,6 @@ REWARD_ERRORS = _output(
 REWARD_COMPONENT = _output("function", "reward_component", "FP32", 1, "[B, 1]; NaN where scoring failed")
 REWARD_ERROR = _output("function", "reward_error", "STRING", 1, "[B, 1], empty where there is a score")
 VALUES = _output("critic", "values", "FP32", -1, "[B, S]: index t is the value of the state after token t")
-RESPONSE_VALUES = _output(
-    "critic", "response_values", "FP32", -1, "[B, R], R: longest response; index t is the value before its token t"
-)
 LOSS_MEAN = _output("critic_train", "loss_mean", "FP32", 1, "[1]")
 STATUS = _output("critic_save", "status", "INT64", 1, "[1]: 0, success")
 WEIGHTS_VERSION = _output(
@@ -402,32 +398,6 @@ def decode(name: str, item: Any) -> str:
         return item.decode("utf-8") if isinstance(item, bytes) else str(item)
     except UnicodeDecodeError as error:
         raise ContractError(f"{name}: not UTF-8 ({error}); encode the text as UTF-8") from error
-
-
-def id_ranges(ids: Iterable[int]) -> str:
-    """Encode ascending ids as a JSON list, in which [first, last] stands for three or more consecutive ids.
-
-    A published model's embeddings may have thousands of rows more than its tokenizer has entries.
-    """
-    runs: list[list[int]] = []
-    for token in ids:
-        if runs and runs[-1][-1] == token - 1:
-            runs[-1].append(token)
-        else:
-            runs.append([token])
-    parts: list[Any] = []
-    for run in runs:
-        parts += run if len(run) < 3 else [[run[0], run[-1]]]
-    return json.dumps(parts)
-
-
-def ids_in(ranges: str) -> list[int]:
-    """Decode the result of `id_ranges`."""
-    ids: list[int] = []
-    for part in json.loads(ranges):
-        first, last = part if isinstance(part, list) else (part, part)
-        ids += range(first, last + 1)
-    return ids
 
 
 def expect_integers(name: str, array: np.ndarray) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rlhf_triton.wire import contract
-from rlhf_triton.wire.contract import ContractError, Limits, id_ranges, ids_in, scoring_rows
+from rlhf_triton.wire.contract import ContractError, Limits, scoring_rows
 from rlhf_triton.wire.texts import metadata_rows, text_bytes
 from rlhf_triton.wire.training_payload import sent_payload, train_payload
 
@@ -290,18 +290,3 @@ def test_request_limits_are_inclusive():
 def test_invalid_inputs_are_refused_by_field_and_value(call, arguments, message):
     with refused(message):
         call(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("ids", "text"),
-    [
-        ([], "[]"),
-        ([0, 2], "[0, 2]"),
-        ([0, 1], "[0, 1]"),
-        ([0, 1, 2, 5], "[[0, 2], 5]"),
-        ([2, *range(151_665, 151_936)], "[2, [151665, 151935]]"),  # Qwen2.5's
-    ],
-)
-def test_id_ranges_round_trips_banned_ids(ids, text):
-    assert id_ranges(ids) == text
-    assert ids_in(text) == ids

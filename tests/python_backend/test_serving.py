@@ -644,14 +644,6 @@ def answer_to(model, request, run):
     return request.responses.get(timeout=PATIENCE_S)
 
 
-def test_response_values_begin_at_the_last_token_of_the_prompt(models, run):
-    response = answer_to(models["critic"], Request(SCORING, ("values", "response_values")), run)
-    values, of_responses = (response.outputs[name] for name in ("values", "response_values"))
-    for i, (row, (prompt,)) in enumerate(zip(ROWS, SCORING["prompt_lengths"], strict=True)):
-        expected = values[i, prompt - 1 : row.size - 1]
-        np.testing.assert_array_equal(of_responses[i, : expected.size], expected)
-
-
 def test_reference_sends_the_log_probs_of_each_row(models, run):
     found = answer_to(models["reference"], Request(SCORING, ("logprobs",)), run).outputs["logprobs"]
     model = load_language_model(run.config.reference.model, banned_token_ids=[0, 2])

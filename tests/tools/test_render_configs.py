@@ -33,7 +33,7 @@ from rlhf_triton.wire.contract import REFERENCE
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}
 SCORING = "tokens:INT64[-1] sequence_lengths:INT64[1] sentences:STRING[1] metadata:STRING[1]"
-VALUES = "values:FP32[-1] response_values:FP32[-1] weights_version:INT64[1]"
+VALUES = "values:FP32[-1] weights_version:INT64[1]"
 TRAINING = "returns:FP32[-1,-1] prev_values:FP32[-1,-1] mask:FP32[-1,-1]"
 IDENTITY = "run_id:STRING[1] step:INT64[1]"
 TENSORS = {  # inputs and outputs
