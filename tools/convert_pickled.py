@@ -1,9 +1,6 @@
-"""Converts a folder of pickled weights to safetensors; `unpickle` reads them, in a process of its own."""
+"""Converts a folder of pickled weights to safetensors; `unpickle` reads them."""
 
-import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 from rlhf_triton.checkpoints.inspection import (
@@ -20,15 +17,14 @@ from rlhf_triton.checkpoints.inspection import (
     weight_map_of,
 )
 from rlhf_triton.monitoring.log_lines import say
-from rlhf_triton.process import RUN_MODULE, how_ended
 from rlhf_triton.store.durable import make_folder, write_folder
-from rlhf_triton.workers.pool import interpreter
 
 PICKLED_FILE = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
 # What a checkpoint has beside its weights: configuration, tokenizer, template, model card.
 COPIED_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 TEMPLATES = "additional_chat_templates"
+WHOLE_NAMES = ("value_head",)  # files whose tensors have the names of the whole model, as LLaMA-Factory writes them
 
 
 def convert_pickled(source: Path, out: Path) -> None:
@@ -63,7 +59,12 @@ def convert_pickled(source: Path, out: Path) -> None:
         )
 
     def fill(staging: Path) -> None:
-        _unpickle(staging, weights, heads)
+        from rlhf_triton.tools.unpickle import limited_memory, write_safetensors  # deferred: imports torch
+
+        files = dict.fromkeys(weights, "")
+        files |= {file: "" if file.stem in WHOLE_NAMES else f"{file.stem}." for file in heads}
+        with limited_memory(files):
+            write_safetensors(files, staging)
         _check_index(folder, staging)
         for file in _files_to_copy(folder, weights):
             shutil.copyfile(file, staging / file.name)
@@ -118,34 +119,3 @@ def _files_to_copy(folder: Path, weights: list[Path]) -> list[Path]:
         *(file for file in files if file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")),
         *(file for file in head_files(folder) if file not in weights),
     ]
-
-
-def _unpickle(folder: Path, weights: list[Path], heads: list[Path]) -> None:
-    """Let `rlhf_triton.tools.unpickle` write the weights into `folder`, and print its messages."""
-    files = [json.dumps([str(file.absolute()) for file in group]) for group in (weights, heads)]
-    command = [
-        interpreter(),
-        RUN_MODULE,
-        "rlhf_triton.tools.unpickle",
-        str(os.getpid()),
-        str(folder.absolute()),
-        *files,
-    ]
-    errors: list[str] = []
-    # A session of its own, so that Ctrl-C reaches this process alone, which then ends that one.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                said = json.loads(line)
-                if "say" in said:
-                    say(said["say"])
-                else:
-                    errors.append(said["error"])
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        names = ", ".join(file.name for file in weights)
-        ended = f"the process that read {names} {how_ended(process.returncode)}; nothing was written"
-        raise CheckpointError(errors[0] if errors else ended)

@@ -1,16 +1,15 @@
-"""The process that reads pickled weights for `rlhf-triton init models --convert`.
+"""Reads pickled weights for `rlhf-triton init models --convert`, with limited memory.
 
-Its memory is limited. Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors
-as safetensors. Prints JSON lines: progress (`say`), and the reason for giving up (`error`).
+Reads each file with torch's weights-only loader, without allowed extras, and writes its tensors as safetensors.
 """
 
+import contextlib
 import json
 import re
 import resource
-import sys
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from rlhf_triton.checkpoints.head_tensors import WRAPPED
 from rlhf_triton.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, CheckpointError
 from rlhf_triton.checkpoints.tensor_file import STORED_AS, write_tensors
-from rlhf_triton.process import die_with_parent
+from rlhf_triton.monitoring.log_lines import say
 
 SPARE_BYTES = 512 << 20  # for the process itself and for small files
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")  # keys under which trainers save a state dict
@@ -30,32 +29,32 @@ TRAINERS = re.compile(r"\w*(optimizer|sched|rng_state)\w*|rng|hyper_parameters|h
 LOSS_SCALER = "growth_factor"  # key of the state of torch's GradScaler
 CONSTANTS = re.compile(r"(.*[._])?(mean|std|var|variance|scale|shift|offset|temperature)s?|.*(scaler|normali[sz])\w*")
 """Names of numbers that the scores may depend on."""
-WHOLE_NAMES = ("value_head",)  # files whose tensors have the names of the whole model, as LLaMA-Factory writes them
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write FOLDER for the arguments PARENT FOLDER WEIGHTS HEADS, the last two JSON lists; return 1 if refused."""
-    parent, folder, weights, heads = argv
-    if not die_with_parent(int(parent)):
-        return 1
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    files = {Path(file): "" for file in json.loads(weights)}
-    files |= {file: "" if file.stem in WHOLE_NAMES else f"{file.stem}." for file in map(Path, json.loads(heads))}
-    try:
-        _limit_memory(files)
-        write_safetensors(files, Path(folder))
-    except Exception as error:  # process edge: such as memory that a copy of a tensor lacks
-        _print(error=str(error) or type(error).__name__)
-        return 1
-    return 0
+@contextlib.contextmanager
+def limited_memory(files: Mapping[Path, str]) -> Iterator[None]:
+    """Leave the process twice the size of the largest file: the file, and a copy of a tensor that is not contiguous.
 
+    The block computes in one thread, because each one takes some of that, and its warnings are ignored.
 
-def _limit_memory(files: Mapping[Path, str]) -> None:
-    """Leave the process twice the size of the largest file: the file, and a copy of a tensor that is not contiguous."""
+    Raises:
+        CheckpointError: the block raised any error, such as for memory that a copy of a tensor lacks.
+    """
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used + 2 * max(file.stat().st_size for file in files) + SPARE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limits[1]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # process edge: a file may raise anything here
+        raise CheckpointError(str(error) or type(error).__name__) from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        torch.set_num_threads(num_threads)
 
 
 def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
@@ -74,7 +73,7 @@ def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
     source: dict[str, Path] = {}
     total = 0
     for number, (file, prefix) in enumerate(files.items(), start=1):
-        _print(say=f"reading {file.name} ({file.stat().st_size / 1e6:,.1f} MB, file {number} of {len(files)})")
+        say(f"reading {file.name} ({file.stat().st_size / 1e6:,.1f} MB, file {number} of {len(files)})")
         tensors = {prefix + name if name else file.stem: tensor for name, tensor in _read(file).items()}
         for name in tensors:
             if name in source:
@@ -83,10 +82,10 @@ def write_safetensors(files: Mapping[Path, str], folder: Path) -> None:
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
         write_tensors(folder / names[file], shapes, tensors.__getitem__)
         size = sum(tensor.nbytes for tensor in tensors.values())
-        _print(say=f"wrote {len(tensors)} tensors of {file.name} ({size / 1e6:,.1f} MB)")
+        say(f"wrote {len(tensors)} tensors of {file.name} ({size / 1e6:,.1f} MB)")
         total += size
         del tensors  # before the next file: two would not fit
-    _print(say=f"converted {len(source)} tensors, {total / 1e6:,.1f} MB in {len(files)} file(s)")
+    say(f"converted {len(source)} tensors, {total / 1e6:,.1f} MB in {len(files)} file(s)")
     if len(files) > 1:
         weight_map = {name: names[file] for name, file in source.items()}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -134,12 +133,12 @@ def _tensors(file: Path, loaded: Any) -> dict[str, Tensor]:
     _collect(file, loaded, "", tensors, left_out, set())
     for prefix in WRAPPED:
         if tensors and all(name.startswith(prefix) for name in tensors):
-            _print(say=f"{file.name}: removed {prefix} from all names")
+            say(f"{file.name}: removed {prefix} from all names")
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
     if not tensors:
         raise CheckpointError(f"{file} has no tensors; give the file of the model's weights")
     if left_out:
-        _print(say=f"{file.name}: left out {', '.join(left_out)}")
+        say(f"{file.name}: left out {', '.join(left_out)}")
     checked = {name: _checked(file, name, tensor) for name, tensor in tensors.items()}
     # Tied weights share a storage, and are written under each of their names: at most twice what the file has.
     most = 2 * file.stat().st_size + SPARE_BYTES
@@ -195,11 +194,3 @@ def _checked(file: Path, name: str, tensor: Tensor) -> Tensor:
     if what is not None:
         raise CheckpointError(f"{file} is refused: its tensor {name} {what}")
     return tensor.detach()
-
-
-def _print(**line: str) -> None:
-    print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
