@@ -143,19 +143,13 @@ def process_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
 
 
 def _conversation_metrics(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the metrics of conversations with environments; {} without environments.
-
-    `exact_turns` is the share of turns whose tokens in the row are the sampled ones.
-    """
+    """Return the metrics of conversations with environments; {} without environments."""
     ends = [conversation[-1] for conversation in conversations]
     if ends[0].turns is None:
         return {}
-    turns = [(row, turn) for row in rows_of(conversations) for turn in row.turns or ()]
-    exact = [[*turn.tokens] == row.tokens[turn.start : turn.end].tolist() for row, turn in turns]
     return {
-        "turns": len(turns) / len(ends),
+        "turns": sum(len(row.turns or ()) for row in rows_of(conversations)) / len(ends),
         "truncated": _mean(bool(end.truncated) for end in ends),
-        "exact_turns": sum(exact) / max(1, len(exact)),
     }
 
 

@@ -28,7 +28,6 @@ class SampledTurn:
     start: int  # index of the turn's first token in the row
     end: int  # index after the turn's last token
     reward: float = 0.0  # the environment's reward for the turn
-    tokens: tuple[int, ...] = ()  # the sampled tokens
     number: int = 0  # counts the turns of the conversation in time, over all of its rows
 
 
@@ -58,7 +57,7 @@ class RecordedRow:
         self.observed += [False] * count
         self.logprobs += [math.nan] * count if turn.logprobs is None else turn.logprobs
         self.versions += [None] * count if turn.versions is None else turn.versions
-        self.turns.append(SampledTurn(start, start + count, reward, tuple(turn.tokens), number))
+        self.turns.append(SampledTurn(start, start + count, reward, number))
 
     def add_reward(self, amount: float | None) -> None:
         """Add `amount` to the reward of the last turn; no-op without turns, or if it is None."""

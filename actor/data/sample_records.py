@@ -126,8 +126,13 @@ def _row_of(fields: dict[str, Any]) -> RolloutRow:
     own = {"ended": False} | {name: value for name, value in fields.items() if not name.startswith(SCORE)}
     own["policy_steps"] = own.pop(POLICY_STEPS, None)
     if own.get("turns") is not None:
-        own["turns"] = tuple(SampledTurn(**{**turn, "tokens": tuple(turn["tokens"])}) for turn in own["turns"])
+        own["turns"] = tuple(_turn_of(**turn) for turn in own["turns"])
     return RolloutRow(**{**own, "messages": tuple(own.get("messages", ()))}, score=Score(**score))
+
+
+def _turn_of(tokens: object = None, **fields: Any) -> SampledTurn:
+    """Return a turn; `tokens`: a copy of the row's, in older records."""
+    return SampledTurn(**fields)
 
 
 def _as_json(value: Any) -> Any:

@@ -238,8 +238,8 @@ class ConversationRunner:
             state.row.add_reward(step.reward)
             return None if step.done else [{"role": "user", "content": step.observation}]
         answers = []
-        turn = state.row.turns[-1]
-        for call in self._chat.parse_calls(state.row.tokens[: turn.start], turn.tokens):
+        start = state.row.turns[-1].start
+        for call in self._chat.parse_calls(state.row.tokens[:start], state.row.tokens[start:]):
             result = call.error or await instance.call(call.name, call.arguments or {})
             answers.append({"role": "tool", "name": call.name, "content": result})
         return answers or None

@@ -30,7 +30,7 @@ from rlhf_triton.actor.run.remote_critic import RemoteCritic
 from rlhf_triton.actor.run.settings import flat_settings
 from rlhf_triton.actor.run.staleness import Metric
 from rlhf_triton.actor.run.timers import TIMELINE_FILE
-from rlhf_triton.actor.run.validation import training_texts
+from rlhf_triton.actor.run.validation import read_texts
 from rlhf_triton.actor.scoring.scorer import Scorer
 from rlhf_triton.client.retry import RequestCounters
 from rlhf_triton.config.run_config import RunConfig
@@ -111,7 +111,7 @@ class Recorder:
         }
         self._log.write(step, line)
         tokenizer = self._state.policy.tokenizer
-        texts = await asyncio.to_thread(training_texts, groups, batch, tokenizer, self._settings.logged_texts)
+        texts = await asyncio.to_thread(read_texts, conversations, tokenizer, self._settings.logged_texts)
         self._log.add_texts([{"step": step, **text} for text in texts])
         end_step(step)
         logger.info(

@@ -11,11 +11,9 @@ import numpy as np
 
 from rlhf_triton.actor.algorithms.batch import score_returns
 from rlhf_triton.actor.algorithms.sample_metrics import sequence_kl
-from rlhf_triton.actor.data.batch import PPOBatch
 from rlhf_triton.actor.data.prompt_reader import Prompt
 from rlhf_triton.actor.data.rollout_rows import (
     Conversation,
-    Group,
     conversations_of,
     failure_of,
     rows_of,
@@ -133,39 +131,3 @@ def _turn_fields(conversation: Conversation) -> dict[str, Any]:
     if values and len(values) == len(turns):
         line["turn_values"] = [float(turn_values.mean()) for turn_values in values]
     return line | {name: text for name in ("truncated", "error") if (text := getattr(end, name))}
-
-
-def training_texts(groups: Sequence[Group], batch: PPOBatch, tokenizer: Any, limit: int) -> list[dict[str, Any]]:
-    """Return `read_texts` of a step's first `limit` conversations, with `turn_tokens` if there are environments.
-
-    `batch`: the training batch of the rows of `groups`.
-    """
-    conversations = conversations_of(groups)[:limit]
-    texts = read_texts(conversations, tokenizer)
-    first = 0
-    for conversation, text in zip(conversations, texts, strict=True):
-        if conversation[-1].turns is not None:
-            text["turn_tokens"] = turn_tokens(conversation, batch, tokenizer, first)
-        first += len(conversation)
-    return texts
-
-
-def turn_tokens(
-    conversation: Conversation, batch: PPOBatch, tokenizer: Any, first: int
-) -> list[list[tuple[str, float, float]]]:
-    """Return, for each turn, (text, value, advantage) of its sampled tokens.
-
-    The value is the critic's before the token, 0 without a critic. `first`: batch index of the conversation's first
-    row.
-    """
-    return [
-        [
-            (
-                tokenizer.decode([int(row.tokens[t])]),
-                *(float(tensor[i, t - 1]) for tensor in (batch.prev_values, batch.advantages)),
-            )
-            for t in range(turn.start, turn.end)
-        ]
-        for i, row in enumerate(conversation, first)
-        for turn in row.turns or ()
-    ]

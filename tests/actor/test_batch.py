@@ -477,7 +477,7 @@ def row_of(*rewards, number=0, kl=0.0, **more):
     inside = np.isin(np.arange(size), range(2, size, 2))
     steps = np.zeros(size, np.float32)
     steps[inside] = rewards
-    turns = tuple(SampledTurn(2 * i + 2, 2 * i + 3, reward, (1,), number + i) for i, reward in enumerate(rewards))
+    turns = tuple(SampledTurn(2 * i + 2, 2 * i + 3, reward, number + i) for i, reward in enumerate(rewards))
     own, ref = (np.where(inside, logprob, 0.0).astype(np.float32) for logprob in (-1.0, -1.0 - kl))
     score = Score(steps=steps, ends=inside, values=np.zeros(size, np.float32), version=1)
     known = {"turns": turns, "policy_logprobs": own, "ref_logprobs": ref, "sampled": inside}

@@ -45,7 +45,7 @@ from rlhf_triton.actor.generation.engine import LocalGeneration
 from rlhf_triton.actor.generation.row_sources import ROW_STEP, SamplingJob, uniform_draws
 from rlhf_triton.actor.generation.slots import Decoder, SamplingSettings
 from rlhf_triton.actor.run.collection import has_spread
-from rlhf_triton.actor.run.validation import Validation, read_texts, samples, turn_tokens
+from rlhf_triton.actor.run.validation import Validation, read_texts, samples
 from rlhf_triton.actor.scoring.environment import add_environment_rewards
 from rlhf_triton.actor.scoring.row_metadata import row_metadata
 from rlhf_triton.actor.scoring.row_texts import RowText, tokens_at
@@ -522,7 +522,7 @@ def test_conversation_restarts_if_its_environment_is_lost(agents, losses, failed
     assert sum(bool(row.error) for row in rows) == failed
     assert sum(row.restarts for row in rows) == (2 * 6 if failed else losses)
     metrics = text_metrics(unscored(rows))
-    assert (metrics["exact_turns"], metrics["restarted_environments"]) == (1.0, 2 if failed else losses / 6)
+    assert metrics["restarted_environments"] == (2 if failed else losses / 6)
 
 
 def test_close_cancels_a_generation_that_waits_for_environments(agents, model):
@@ -680,11 +680,6 @@ def test_rollout_line_has_the_turns_of_all_rows_of_its_conversation():
     assert (both["prompt"], both["turn_rewards"]) == ("first", [3.0, 0.0, 4.0])
     assert [message["content"] for message in both["turns"]] == ["first", "later"]
     assert both["turn_values"] == pytest.approx([0.2, 0.1, 0.4])
-    batch = batch_of(scored, "ppo", responses_per_prompt=1)
-    found = turn_tokens(scored[1], batch, TOKENIZER, 1)
-    assert [len(turn) for turn in found] == [3, 1, 1]
-    assert [value for _, value, _ in found[0]] == pytest.approx([0.1, 0.2, 0.3])
-    assert [advantage for *_, advantage in found[0]] == batch.advantages[1, 1:4].tolist()
     lines = samples(Validation(scored, None, None), "after", TOKENIZER)
     assert [line["turn_rewards"] for line in lines] == [[1.0, 2.0], [3.0, 0.0, 4.0]]
 

@@ -932,7 +932,7 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path, checkpoints):
 LONG = [
     (os, "fsync"),
     (sample_metrics, "distinct_bigrams"),
-    (rlhf_triton.actor.recording.recorder, "training_texts"),
+    (rlhf_triton.actor.recording.recorder, "read_texts"),
     (rlhf_triton.actor.loop, "critic_payload"),
     (StepTraining, "make_batch"),
     (Policy, "decode"),

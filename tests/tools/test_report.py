@@ -460,11 +460,10 @@ class TestCommand:
         folder = run.finished(4)
         page = page_of(folder)
         for text, count in (
-            ("<small>+0.50</small><b>policy</b><span>I look. &lt;tool_call&gt;", 6),
+            ("<small>+0.50</small><b>policy</b><span>I look. &lt;tool_call&gt;", 6 + 4),
             ("<b>look</b><span>a\nb</span>", 6 + 4),  # samples, and a training rollout of each step
-            ("<small>-1.00</small><b>policy</b><span>&lt;tool_call&gt;{up}", 6),
+            ("<small>-1.00</small><b>policy</b><span>&lt;tool_call&gt;{up}", 6 + 4),
             ("<b>environment</b><span>Wrong.</span>", 6 + 4),
-            ('<i title="value ', 4 * 4),  # tokens
             ("<p>ended</p>", 4 + 4),
             ("<p>truncated: environment.max_turns</p>", 2),
             ("<p>error: worker died</p>", 4),
@@ -474,15 +473,13 @@ class TestCommand:
         style = page[: page.index("</style>")]
         assert not re.search(r"^table[^{]* i\b", style, re.M), "the rule of a table's tokens would restyle other tables"
         row = {"prompt": "p", "turns": played, "turn_rewards": [0.5, -1.0], "turn_values": [0.25, 1.0]}
-        tokens = [["Wr", 0.5, -1.0], ["<ong>", 0.25, 3.0]]
-        other = ReportConversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0], "turn_tokens": [tokens]})
+        other = ReportConversation.of({**row, "turn_rewards": [-1.0], "turn_values": [1.0]})
         assert [(message.reward, message.value) for message in other.messages] == [
             (None, None),
             (None, None),
             (-1.0, 1.0),
             (None, None),
         ]
-        assert other.messages[2].tokens == tokens
 
     def grpo(self, folder):
         """Write a whole run with a reward function: no critic, no validation, no reference."""

@@ -1,6 +1,6 @@
 """Conversations with environments, as a run's JSON lines have them, for the page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,6 @@ class ShownMessage:
     """The environment's reward for a turn of the policy; None for other messages."""
     value: float | None
     """The critic's mean value over the turn's tokens; None if it has none."""
-    tokens: Sequence[tuple[str, float, float]] = ()
-    """Each token's text, value before it, and advantage; of training rollouts."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,12 @@ class ReportConversation:
         # The last turns of the policy are those of the row; others before them are trained in other rows.
         turn = sum(message["role"] == "assistant" for message in row["turns"])
         messages = list[ShownMessage]()
-        columns = [row["turn_rewards"][::-1], row.get("turn_values", [])[::-1], row.get("turn_tokens", [])[::-1]]
+        columns = [row["turn_rewards"][::-1], row.get("turn_values", [])[::-1]]
         for message in row["turns"]:
             if message["role"] == "assistant":
                 turn -= 1
-                reward, value, tokens = (column[turn] if turn < len(column) else None for column in columns)
-                messages.append(ShownMessage("policy", message["content"].strip(), reward, value, tokens or ()))
+                reward, value = (column[turn] if turn < len(column) else None for column in columns)
+                messages.append(ShownMessage("policy", message["content"].strip(), reward, value))
             else:
                 messages.append(ShownMessage(message.get("name") or "environment", message["content"], None, None))
         endings = (f"{name}: {row[name]}" for name in ("error", "truncated") if name in row)
