@@ -238,8 +238,9 @@ class ConversationRunner:
             state.row.add_reward(step.reward)
             return None if step.done else [{"role": "user", "content": step.observation}]
         answers = []
-        start = state.row.turns[-1].start
-        for call in self._chat.parse_calls(state.row.tokens[:start], state.row.tokens[start:]):
+        turn = state.row.turns[-1]
+        tokens = state.row.tokens
+        for call in self._chat.parse_calls(tokens[: turn.start], tokens[turn.start : turn.end]):
             result = call.error or await instance.call(call.name, call.arguments or {})
             answers.append({"role": "tool", "name": call.name, "content": result})
         return answers or None
